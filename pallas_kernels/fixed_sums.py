@@ -5,7 +5,7 @@
 Two rules hold within.  Planners plan every call for ``block_rows()`` rows (``planned_rows``), so a
 weight has one plan: one tile of K and one order of sums.  XLA may choose another algorithm for
 another number of rows, so it computes products in blocks of that many rows (``by_blocks``).  The
-choice is made while a function is traced, so a jit needs the flag among its static arguments.
+choice is made while a function is traced, and jax keeps a trace for each value of the flag.
 XLA's attention divides keys by their positions.  Samplers, norms and recurrences add a row's terms
 in one order.
 
@@ -17,11 +17,10 @@ mass of top-p, whose rounding decides about one token at its edge.
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import functools
 import math
 import operator
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
@@ -44,22 +43,17 @@ _TERMS = 16
 barrier = lax.optimization_barrier
 Tree = Any
 Results = TypeVar("Results")
-_fixed: contextvars.ContextVar[bool] = contextvars.ContextVar("_", default=False)
+_fixed = jax.make_user_context(False)
 
 
-@contextlib.contextmanager
-def fixed_sums(on: bool) -> Generator[None, None, None]:
+def fixed_sums(on: bool) -> contextlib.AbstractContextManager[None]:
     """Within, the bits of a row do not depend on the number of rows, if ``on``."""
-    token = _fixed.set(on)
-    try:
-        yield
-    finally:
-        _fixed.reset(token)
+    return _fixed(on)
 
 
 def has_fixed_sums() -> bool:
     """Whether this is traced within ``fixed_sums(True)``."""
-    return _fixed.get()
+    return bool(_fixed.value)
 
 
 def block_rows() -> int:
@@ -73,12 +67,12 @@ def _is_on_cpu() -> bool:
 
 def planned_rows(rows: int) -> int:
     """Return the number of rows for which a kernel is planned in a call of ``rows`` rows."""
-    return block_rows() if _fixed.get() else rows
+    return block_rows() if has_fixed_sums() else rows
 
 
 def planned_capacity(tokens: int) -> int:
     """Return the length of a row's cache for which attention to ``tokens`` tokens is planned."""
-    return _CAPACITY if _fixed.get() else tokens
+    return _CAPACITY if has_fixed_sums() else tokens
 
 
 def row_sums(x: jax.Array, axis: int = -1) -> jax.Array:
@@ -86,7 +80,7 @@ def row_sums(x: jax.Array, axis: int = -1) -> jax.Array:
 
     XLA divides a reduction among threads by the number of rows, on a CPU and on a GPU.
     """
-    return ordered_sums(x, axis) if _fixed.get() else jnp.sum(x, axis=axis, keepdims=True)
+    return ordered_sums(x, axis) if has_fixed_sums() else jnp.sum(x, axis=axis, keepdims=True)
 
 
 def ordered_sums(x: jax.Array, axis: int = -1) -> jax.Array:
@@ -103,7 +97,7 @@ def ordered_sums(x: jax.Array, axis: int = -1) -> jax.Array:
 
 def rounded(product: jax.Array) -> jax.Array:
     """Return a product that is a term of a sum, rounded before it is added if sums are fixed."""
-    return _rounded(product) if _fixed.get() else product
+    return _rounded(product) if has_fixed_sums() else product
 
 
 def _rounded(product: jax.Array) -> jax.Array:
@@ -126,7 +120,7 @@ def by_blocks(
     product of those with the same rows or the same weight, unless it is given here.
     size: rows of a block, ``block_rows()`` by default.
     """
-    if not _fixed.get():
+    if not has_fixed_sums():
         return product(x, *weights)
     leaves, tree = jax.tree.flatten(x)
     lead = next(leaf.shape[:axes] for leaf in leaves if leaf.ndim)

@@ -392,6 +392,15 @@ def map_weights(one: Callable[[Any], Any], params: Any, kinds: type | UnionType)
     return jax.tree.map(leaf, params, is_leaf=lambda value: isinstance(value, kinds | RowBlocks))
 
 
+def leaves_of(params: Any, kinds: type | UnionType) -> list[Any]:
+    """Return a tree's leaves of these kinds, which may be trees themselves, such as QTensor."""
+
+    def is_one(leaf: object) -> bool:
+        return isinstance(leaf, kinds)
+
+    return [leaf for leaf in jax.tree.leaves(params, is_leaf=is_one) if is_one(leaf)]
+
+
 def of_one_scale(codes: jax.Array, scale: jax.Array) -> QTensor:
     """Tokens' codes that all have one float32 scale."""
     rows = jnp.broadcast_to(scale, (*codes.shape[:-1], 1))

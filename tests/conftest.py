@@ -267,6 +267,12 @@ def engines_of_one_size() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that a module's tests share."""
+    return tmp_path_factory.mktemp("folder")
+
+
 @pytest.fixture
 def interpreter() -> Callable[[], contextlib.AbstractContextManager[None]]:
     """A context manager under which Mosaic GPU kernels run on the CPU (jax >= 0.11.2).

@@ -52,6 +52,17 @@ def by_case(lines: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return {case: archs for case, archs in found.items() if any(map(_is_made, archs.values()))}
 
 
+def written(found: dict[str, dict[str, Any]]) -> str:
+    """Return the result as JSON, an architecture of a case a line."""
+    cases = [
+        f"{json.dumps(case)}: {{\n "
+        + ",\n ".join(f"{json.dumps(arch)}: {json.dumps(given)}" for arch, given in archs.items())
+        + "}"
+        for case, archs in found.items()
+    ]
+    return "{" + ",\n".join(cases) + "}\n"
+
+
 def _is_made(given: Any) -> bool:
     return not isinstance(given, str)
 
@@ -87,7 +98,7 @@ def main() -> None:
             lines = [json.loads(line) for text in texts for line in text.splitlines()]
         else:
             lines = [line for arch in ARCHITECTURES for line in lines_of(arch)]
-        RESULT.write_text(json.dumps(by_case(lines), indent=1) + "\n")
+        RESULT.write_text(written(by_case(lines)))
     text = table(json.loads(RESULT.read_text()))
     PAGE.write_text(f"{TEXT}{text}\n")
     print(text)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -43,19 +43,33 @@ def inputs(b: int, t: int, h: int, dk: int, dv: int) -> tuple[jax.Array, ...]:
     return q, k, v, jax.nn.log_sigmoid(jax.random.normal(kg, (b, t, h, dk))) / 16
 
 
-@functools.partial(jax.jit, static_argnums=4)
-def recurrence64(q, k, v, g, scale):
-    """The recursion in float64 (inside ``jax.enable_x64``); float32 o and state."""
+@functools.partial(jax.jit, static_argnames="scale")
+def recurrence64(q, k, v, g, *beta, scale=1.0):
+    """The recursion in float64 (inside ``jax.enable_x64``); float32 o and state.
+
+    beta: of the delta rule.  A decay of every head or key channel; keys may be shared by heads.
+    """
 
     def step(state, x):
-        q, k, v, g = (y.astype(jnp.float64) for y in x)
-        state = jnp.exp(g)[..., None] * state + k[..., None] * v[..., None, :]
+        q, k, v, g, *beta = (y.astype(jnp.float64) for y in x)
+        q, k = (jnp.repeat(y, v.shape[1] // y.shape[1], axis=1) for y in (q, k))
+        state = jnp.exp(g).reshape(*v.shape[:2], -1, 1) * state
+        for strength in beta:
+            v = strength[..., None] * (v - jnp.einsum("bhk,bhkv->bhv", k, state))
+        state = state + k[..., None] * v[..., None, :]
         return state, (scale * jnp.einsum("bhk,bhkv->bhv", q, state)).astype(jnp.float32)
 
-    b, _, h, dk = q.shape
-    start = jnp.zeros((b, h, dk, v.shape[-1]), jnp.float64)
-    state, o = lax.scan(step, start, tuple(jnp.moveaxis(x, 1, 0) for x in (q, k, v, g)))
+    start = jnp.zeros((*v.shape[::2], q.shape[-1], v.shape[-1]), jnp.float64)
+    state, o = lax.scan(step, start, tuple(jnp.moveaxis(x, 1, 0) for x in (q, k, v, g, *beta)))
     return jnp.moveaxis(o, 0, 1), state.astype(jnp.float32)
+
+
+def errors64(got: tuple[jax.Array, ...], x: tuple[jax.Array, ...], scale: float = 1.0) -> str:
+    """Return the relative RMS errors of o and state, as text."""
+    with jax.enable_x64(True):
+        want = recurrence64(*x, scale=scale)
+    o, state = (relative_rms(a, b) for a, b in zip(got, want, strict=True))
+    return f"rms o {o:.2e} state {state:.2e}"
 
 
 def relative_rms(x: jax.Array, reference: jax.Array) -> float:
@@ -100,11 +114,7 @@ def bench_shape(shape: tuple[int, ...], bar: float, bar_both: float, check: bool
     share = 1e3 * moved / gpu().copy_rate / ms
     line = f"{shape} forward {ms:.4f} ms (bar {bar}; wall {wall:.4f}; {share:.0%} of memory)"
     if check:
-        o, state = f(q, k, v, g)
-        with jax.enable_x64(True):
-            o64, state64 = recurrence64(q, k, v, g, scale)
-        line += f" rms o {relative_rms(o, o64):.2e} state {relative_rms(state, state64):.2e}"
-        del o, state, o64, state64
+        line += f" {errors64(f(q, k, v, g), (q, k, v, g), scale)}"
     print(line, flush=True)
     d_out = jax.random.normal(jax.random.key(1), v.shape, v.dtype)
     for save in ("states", "all"):
@@ -115,23 +125,27 @@ def bench_shape(shape: tuple[int, ...], bar: float, bar_both: float, check: bool
         print(f"{line} (bar {bar_both}; wall {wall:.4f})", flush=True)
 
 
-def bench_step(shape: tuple[int, ...]) -> None:
-    b, h, dk, dv = shape
-    q, k, v, g = (x[:, 0] for x in inputs(b, 1, h, dk, dv))
-    state = jax.random.normal(jax.random.key(2), (b, h, dk, dv))
-    moved = 2 * state.nbytes
-    step = jax.jit(lambda *x: gla_mosaic.gla_step(*x, 0.1), donate_argnums=4)
+def step_times(f: Callable[..., Any], x: Sequence[jax.Array], state: jax.Array) -> list[float]:
+    """Return the microseconds of a step ``f(*x, state)``, of one in a queue, and of its bytes."""
     # The state is not donated here, so that it can be given again; its copy does not count.
-    us = device_us(lambda *x: gla_mosaic.gla_step(*x, 0.1), [(q, k, v, g, state)], only="gla_step")
+    us = device_us(f, [(*x, state)], only="gla_step")
+    floor, calls = 1e6 * 2 * state.nbytes / gpu().copy_rate, 200
+    step = jax.jit(f, donate_argnums=len(x))
     for _ in range(5):
-        _, state = step(q, k, v, g, state)
+        _, state = step(*x, state)
     jax.block_until_ready(state)
     start = time.perf_counter()
-    for _ in range(100):
-        _, state = step(q, k, v, g, state)
+    for _ in range(calls):
+        _, state = step(*x, state)
     jax.block_until_ready(state)
-    wall = 1e4 * (time.perf_counter() - start)
-    floor = 1e6 * moved / gpu().copy_rate
+    return [us, 1e6 * (time.perf_counter() - start) / calls, floor]
+
+
+def bench_step(shape: tuple[int, ...]) -> None:
+    b, h, dk, dv = shape
+    x = [y[:, 0] for y in inputs(b, 1, h, dk, dv)]
+    state = jax.random.normal(jax.random.key(2), (b, h, dk, dv))
+    us, wall, floor = step_times(lambda *x: gla_mosaic.gla_step(*x, 0.1), x, state)
     print(f"step {shape} {us:.1f} us (wall {wall:.1f}, floor {floor:.1f})", flush=True)
 
 

@@ -15,7 +15,6 @@ import functools
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from benchmarks.kernels.gla import relative_rms
+from benchmarks.kernels.gla import errors64, step_times
 from benchmarks.kernels.timing import device_us
 from pallas_kernels.device import gpu
 from pallas_kernels.gla.kernel import gla_forward
@@ -57,22 +56,6 @@ def inputs(b: int, t: int, groups: int, h: int, dk: int, dv: int) -> tuple[jax.A
     v = jax.random.normal(keys[2], (b, t, h, dv), jnp.bfloat16)
     decay = -8 * jax.nn.softplus(jax.random.normal(keys[3], (b, t, h)) - 4.6)
     return q, k, v, decay
-
-
-@jax.jit
-def recurrence64(q, k, v, g):
-    """The recursion in float64 (inside ``jax.enable_x64``); float32 o and state."""
-    q, k, v, g = (x.astype(jnp.float64) for x in (q, k, v, g))
-
-    def step(state, x):
-        q, k, v, g = x
-        q, k = (jnp.repeat(y, v.shape[1] // y.shape[1], axis=1) for y in (q, k))
-        state = jnp.exp(g)[..., None, None] * state + k[..., None] * v[..., None, :]
-        return state, jnp.einsum("bhk,bhkv->bhv", q, state).astype(jnp.float32)
-
-    start = jnp.zeros((*v.shape[::2], q.shape[-1], v.shape[-1]), jnp.float64)
-    state, o = lax.scan(step, start, tuple(jnp.moveaxis(x, 1, 0) for x in (q, k, v, g)))
-    return jnp.moveaxis(o, 0, 1), state.astype(jnp.float32)
 
 
 @functools.partial(jax.jit, static_argnames="chunk")
@@ -134,10 +117,7 @@ def bench_kernel(shape: tuple[int, ...], check: bool) -> None:
     share = 1e3 * moved / gpu().copy_rate / ms
     line = f"{shape} kernel {ms:.4f} ms (scan {scan:.4f}, {found}, {share:.0%} of memory)"
     if check:
-        with jax.enable_x64(True):
-            want = recurrence64(*x)
-        errors = (relative_rms(a, b) for a, b in zip(forward(*x), want, strict=True))
-        line += " rms o {:.1e} state {:.1e}".format(*errors)
+        line += f" {errors64(forward(*x), x)}"
     print(line, flush=True)
 
 
@@ -147,21 +127,10 @@ def bench_peer(shape: tuple[int, ...], name: str, f: Callable[..., Any]) -> None
 
 
 def bench_step(b: int, groups: int, h: int, dk: int, dv: int) -> None:
-    q, k, v, g = (x[:, 0] for x in inputs(b, 1, groups, h, dk, dv))
+    x = [y[:, 0] for y in inputs(b, 1, groups, h, dk, dv)]
     state = jax.random.normal(jax.random.key(2), (b, h, dk, dv))
-    floor = 1e6 * 2 * state.nbytes / gpu().copy_rate
-    us = device_us(jax.jit(ssd_step), [(q, k, v, g, state)], only="gla_step")
-    step = jax.jit(ssd_step, donate_argnums=4)
-    for _ in range(5):
-        _, state = step(q, k, v, g, state)
-    jax.block_until_ready(state)
-    start = time.perf_counter()
-    for _ in range(200):
-        _, state = step(q, k, v, g, state)
-    jax.block_until_ready(state)
-    wall = 5e3 * (time.perf_counter() - start)
-    ratio = us / floor
-    line = f"step {(b, groups, h, dk, dv)} kernel {us:.1f} us, {ratio:.2f} of its bytes'"
+    us, wall, floor = step_times(ssd_step, x, state)
+    line = f"step {(b, groups, h, dk, dv)} kernel {us:.1f} us, {us / floor:.2f} of its bytes'"
     print(f"{line} {floor:.1f} us (one call of a queue {wall:.1f})", flush=True)
 
 

@@ -418,13 +418,12 @@ def sampling_options(sub: Parser, max_new_tokens: int, default: str) -> None:
         help="for every occurrence in the output",
     )
     add_value(group, "--presence-penalty", Number(float, -2, 2), "X", "for tokens of the output")
-    group.add_argument(
+    add_list(
+        group,
         "--logit-bias",
-        action="append",
-        type=parse_logit_bias,
-        default=[],
-        metavar="ID=X",
-        help="add X to a token's logit; may be given again",
+        parse_logit_bias,
+        "ID=X",
+        "add X to a token's logit; may be given again",
     )
     add_value(group, "--seed", SEED, "N", "seed of the sampling (default 0)")
 

@@ -38,13 +38,12 @@ def options(sub: Parser) -> None:
         help="state folder of an evaluation by lm-eval or inspect-ai: its answers, made again",
     )
     add_list(sub, "--id", filled, "ID", "with --replay: only this answer; may be given again")
-    sub.add_argument(
+    add_list(
+        sub,
         "--report",
-        type=OutFile((".json", ".png")),
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="with --texts and --reference: where the damage is, .json or .png; may be given again",
+        OutFile((".json", ".png")),
+        "FILE",
+        "with --texts and --reference: where the damage is, .json or .png; may be given again",
     )
     sub.add_argument(
         "--window",

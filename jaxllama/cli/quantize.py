@@ -9,6 +9,7 @@ from jaxllama.cli.domains import (
     Number,
     OutFile,
     Parser,
+    add_list,
     add_value,
     new_folder,
     refusing,
@@ -73,13 +74,12 @@ def options(sub: Parser) -> None:
         help="steps of end-to-end tuning of scales and norms afterwards, one window "
         "each (default none)",
     )
-    sub.add_argument(
+    add_list(
+        sub,
         "--report",
-        type=OutFile((".json", ".png")),
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="write every weight's errors to .json or .png; may be given again",
+        OutFile((".json", ".png")),
+        "FILE",
+        "write every weight's errors to .json or .png; may be given again",
     )
     common.json_option(sub)
     common.dtype_option(common.source_options(sub))

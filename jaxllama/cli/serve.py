@@ -15,6 +15,7 @@ from jaxllama.cli.domains import (
     POSITIVE,
     Number,
     Parser,
+    add_list,
     add_value,
     api_key,
     filled,
@@ -172,13 +173,12 @@ def options(sub: Parser) -> None:
     )
     ray_options(sub)
     hosts_option(sub)
-    sub.add_argument(
+    add_list(
+        sub,
         "--api-key",
-        action="append",
-        type=api_key,
-        default=[],
-        metavar="KEY",
-        help="key that clients must send; may be repeated ($JAXLLAMA_API_KEY)",
+        api_key,
+        "KEY",
+        "key that clients must send; may be repeated ($JAXLLAMA_API_KEY)",
     )
     sub.add_argument(
         "--api-keys-file",
@@ -207,29 +207,26 @@ def options(sub: Parser) -> None:
         metavar="DIR",
         help="folder of requests and answers; finishes those of a killed server",
     )
-    sub.add_argument(
+    add_list(
+        sub,
         "--served-model-name",
-        action="append",
-        type=filled,
-        default=[],
-        metavar="NAME",
-        help="name for clients instead of --model's; the first is shown, others are accepted too",
+        filled,
+        "NAME",
+        "name for clients instead of --model's; the first is shown, others are accepted too",
     )
-    sub.add_argument(
+    add_list(
+        sub,
         "--allowed-origin",
-        action="append",
-        type=filled,
-        default=[],
-        metavar="URL",
-        help="web origin whose pages may call the server, * for all; may be repeated",
+        filled,
+        "URL",
+        "web origin whose pages may call the server, * for all; may be repeated",
     )
-    sub.add_argument(
+    add_list(
+        sub,
         "--allowed-host",
-        action="append",
-        type=filled,
-        default=[],
-        metavar="NAME",
-        help="name that a Host header may have beside local names, * for any; "
+        filled,
+        "NAME",
+        "name that a Host header may have beside local names, * for any; "
         "may be repeated (default any, but on a local address without --api-key "
         "local names only)",
     )

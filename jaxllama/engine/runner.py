@@ -41,7 +41,7 @@ from jaxllama.model.lora import for_rows
 from jaxllama.offload.experts import host_view
 from jaxllama.parallel.mesh import mesh_of
 from jaxllama.typing import LocalDevice, Tree
-from pallas_kernels.qtensor import QTensor
+from pallas_kernels.qtensor import QTensor, leaves_of
 
 LARGEST_GROUP = 64  # pages that move together, so that the program has no more operands
 Item = TypeVar("Item")
@@ -152,9 +152,8 @@ class Runner:
     def _routes_alone(self) -> bool:
         """Whether the weights of a mixture are codes. The bits of a deterministic engine are those
         of ``LanguageModel.generate``, whose programs XLA tunes."""
-        is_codes = lambda x: isinstance(x, QTensor)  # noqa: E731
-        has_codes = any(map(is_codes, jax.tree.leaves(self.params, is_leaf=is_codes)))
         routes = any(layer.experts is not None for layer in self.cfg.layers)
+        has_codes = bool(leaves_of(self.params, QTensor))
         return routes and has_codes and not self.options.deterministic
 
     def _empty(self) -> device.BatchState:

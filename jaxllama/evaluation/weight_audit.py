@@ -22,7 +22,7 @@ from jaxllama.evaluation.speed.hlo import stored_results
 from jaxllama.model.cache import init_cache
 from jaxllama.typing import JsonObject, Params
 from pallas_kernels.cpu import CpuWeight
-from pallas_kernels.qtensor import QTensor
+from pallas_kernels.qtensor import QTensor, leaves_of
 
 _CAPACITY = 128  # capacity of the cache in that program, in tokens
 
@@ -59,8 +59,7 @@ def decode_program(cfg: ModelConfig, params: Params) -> JsonObject:
     compiled = generation.decode_step.lower(cfg, params, tokens, cache).compile()
     stats = compiled.memory_analysis()
     results = stored_results(compiled.as_text() or "")
-    leaves = jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, QTensor | CpuWeight))
-    leaves = [leaf for leaf in leaves if isinstance(leaf, QTensor | CpuWeight)]
+    leaves = leaves_of(params, QTensor | CpuWeight)
     codes = {math.prod(leaf.shape) for leaf in leaves}
     floats = [row for row in results if row["type"] in ("f16", "bf16", "f32", "f64")]
     copies = [row for row in floats if math.prod(row["shape"]) in codes]

@@ -53,7 +53,7 @@ from pallas_kernels.cpu.head import norm_matmul
 from pallas_kernels.cpu.head import plan as head_plan
 from pallas_kernels.dispatch import is_recording
 from pallas_kernels.fixed_sums import fixed_sums
-from pallas_kernels.qtensor import QTensor, RowBlocks, dequantize
+from pallas_kernels.qtensor import QTensor, RowBlocks, dequantize, leaves_of
 
 # A layer
 
@@ -386,8 +386,7 @@ def _has_float_head(cfg: ModelConfig, params: Params, x: jax.Array) -> bool:
     is_plain = set(last) == {"weight"} and isinstance(last["weight"], jax.Array)
     if not is_plain or cfg.norm.kind != "rms":
         return False
-    leaves = jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, CpuWeight))
-    has_codes = any(isinstance(leaf, CpuWeight) for leaf in leaves)
+    has_codes = bool(leaves_of(params, CpuWeight))
     return has_codes and isinstance(head_plan(x, last["weight"]), CpuPlan)
 
 

@@ -24,7 +24,7 @@ from jaxllama.typing import Params
 from pallas_kernels.cpu import prepare, prepare_tree, restore_tree, unavailable
 from pallas_kernels.dispatch import Reason, hopper_reason
 from pallas_kernels.matmul.interleave import in_order_tree, interleaved_tree
-from pallas_kernels.qtensor import QTensor
+from pallas_kernels.qtensor import QTensor, leaves_of
 
 
 def lay_out(params: Params, donate: bool = False) -> Params:
@@ -70,8 +70,7 @@ def slow_on_cpu(params: Params) -> str | None:
 
 def _weights(params: Params) -> list[QTensor]:
     """The QTensors of a tree whose values are known."""
-    leaves = jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, QTensor))
-    found = [leaf for leaf in leaves if isinstance(leaf, QTensor)]
+    found = leaves_of(params, QTensor)
     return [w for w in found if isinstance(w.q, jax.Array) and not isinstance(w.q, Tracer)]
 
 

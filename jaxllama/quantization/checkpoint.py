@@ -43,6 +43,7 @@ from jaxllama.quantization.pipeline import calibrate, check_method
 from jaxllama.quantization.quantize import quantize_params
 from jaxllama.quantization.random_params import param_shapes
 from jaxllama.quantization.scheme import (
+    Packed,
     Recipe,
     check_experts,
     is_packed,
@@ -53,7 +54,7 @@ from jaxllama.quantization.scheme import (
 from jaxllama.quantization.tune import steps, tune
 from jaxllama.quantization.work import QuantizeWork, fingerprint
 from jaxllama.typing import DictKey, JsonObject, Leaf, Params, ParamsDict
-from pallas_kernels.qtensor import QTensor, tree_bytes
+from pallas_kernels.qtensor import QTensor, leaves_of, tree_bytes
 
 # Formats that keep the head in floats unless a rule names it, and why.
 _FLOAT_HEADS = {
@@ -216,7 +217,7 @@ def quantize_checkpoint(
     weight whose inputs are not finite, or that the format cannot hold.
     """
     begun = time.perf_counter()
-    if any(map(is_packed, _leaves(lm.params))):
+    if leaves_of(lm.params, Packed):
         name = lm.config.name
         raise JaxLlamaError(f"{name}: its weights are already quantized; start from floats")
     check(lm.config, request, lm.dtype)
@@ -359,10 +360,6 @@ def _with_float32_scales(params: ParamsDict) -> ParamsDict:
         return dataclasses.replace(leaf, scale=leaf.scale.astype(jnp.float32))
 
     return jax.tree.map(one, params, is_leaf=is_packed)
-
-
-def _leaves(params: Params) -> list[Leaf]:
-    return jax.tree.leaves(params, is_leaf=is_packed)
 
 
 def table(report: JsonObject) -> str:

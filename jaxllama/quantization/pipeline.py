@@ -40,11 +40,11 @@ from jaxllama.quantization.gptq import gptq
 from jaxllama.quantization.report import weight_errors
 from jaxllama.quantization.rounding import Grid, nearest
 from jaxllama.quantization.scale_fit import fit_scales
-from jaxllama.quantization.scheme import Recipe, Scheme, is_packed, round_weight, untie
+from jaxllama.quantization.scheme import Packed, Recipe, Scheme, is_packed, round_weight, untie
 from jaxllama.quantization.sites import Layer, Part, Site, fold, get, put, row_factor, sites
 from jaxllama.quantization.work import QuantizeWork
 from jaxllama.typing import JsonObject, Leaf, Params, ParamsDict
-from pallas_kernels.qtensor import QTensor
+from pallas_kernels.qtensor import QTensor, leaves_of
 from pallas_kernels.rounding import CODES
 
 _FEW = 16  # number of tokens that an expert's statistics need
@@ -126,10 +126,9 @@ def calibrate(
             f"{cfg.name}: {cfg.needs_model}: no calibration runs them one by one; "
             "load(quantize=) rounds them to nearest"
         )
-    is_quantized = [is_packed(leaf) for leaf in _leaves(params)]
-    if any(is_quantized):
+    if found := leaves_of(params, Packed):
         raise JaxLlamaError(
-            f"{cfg.name}: {sum(is_quantized)} weights are already quantized; calibrate floats"
+            f"{cfg.name}: {len(found)} weights are already quantized; calibrate floats"
         )
     params, recipe = untie(params, recipe)
     run = Run(recipe, method, scale_dtype, measure)

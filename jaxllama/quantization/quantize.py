@@ -29,6 +29,7 @@ from jaxllama.quantization.calibration import advance, embed
 from jaxllama.quantization.pipeline import Run
 from jaxllama.quantization.scheme import Packed, Recipe, is_packed, parse, quantize_leaf, untie
 from jaxllama.typing import DictKey, Leaf, Params, ParamsDict, Tree
+from pallas_kernels.qtensor import leaves_of
 
 Path = tuple[str, ...]
 _RANDOM_TOKENS = 128  # tokens of a row
@@ -78,7 +79,7 @@ def quantize_params(
     flax_state.register()
     recipe = parse(scheme) if isinstance(scheme, str) else scheme
     recipe.check_rounding()
-    packed = any(map(is_packed, jax.tree.leaves(params, is_leaf=is_packed)))
+    packed = bool(leaves_of(params, Packed))
     is_fitted = not packed and any(quantize_leaf.is_fitted for quantize_leaf in recipe.schemes)
     if cfg is not None and _runs_alone(cfg) and is_fitted:
         return _fitted(params, Rounder(recipe, cfg=cfg, scale_dtype=scale_dtype), progress)

@@ -27,8 +27,8 @@ from jaxllama.training.distill import answer_scales, scaled, student_config, stu
 from jaxllama.training.optimizer import Multipliers, multipliers_of
 from jaxllama.training.packing import Conversations
 from jaxllama.training.prompts import PromptFile
-from jaxllama.typing import Params, Tree
-from pallas_kernels.qtensor import QTensor
+from jaxllama.typing import Params
+from pallas_kernels.qtensor import QTensor, leaves_of
 
 Data = TokenFile | Conversations | PromptFile
 
@@ -85,7 +85,7 @@ def begin(
         with naming("init_from", config.init_from):
             lm = load(config.init_from, "float32", exact=True, progress=progress)
         model, params = lm.config, lm.params
-        if any(isinstance(leaf, QTensor) for leaf in _leaves(params)):
+        if leaves_of(params, QTensor):
             raise JaxLlamaError(f"init_from = {config.init_from!r}: quantized weights do not learn")
     elif config.model is not None:
         model = _new_model(config, data)
@@ -126,8 +126,8 @@ def _begin_adapters(
         model = _new_model(config, data)
         key = jax.random.key(config.seed)
         base = random_params(model, key, jnp.dtype(config.dtype), lora.base)
-    for leaf in _leaves(base):
-        if isinstance(leaf, QTensor) and leaf.activations is not None:
+    for leaf in leaves_of(base, QTensor):
+        if leaf.activations is not None:
             raise JaxLlamaError(
                 f"lora.base = {lora.base!r}: it rounds activations to {leaf.activations}, which "
                 "have no gradient; schemes of weights alone train, such as w4a16, w8a16 and nvfp4"
@@ -164,10 +164,6 @@ def _new_model(config: TrainConfig, data: Data) -> ModelConfig:
     assert config.model is not None
     tokenizer = tokenizer_of(data)
     return config.model.replace(eos_token_ids=tokenizer.eos_ids, bos_token_id=tokenizer.bos_id)
-
-
-def _leaves(params: Params) -> list[Tree]:
-    return jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, QTensor))
 
 
 def _check(setup: TrainingSetup, data: Data) -> None:

@@ -75,13 +75,8 @@ class GlaStepProgram(Program):
     d_k: int
     d_v: int
 
-    @property
-    def arguments(self) -> int:
-        return 5
-
-    @property
-    def results(self) -> int:
-        return 2
+    n_arguments = 5
+    n_results = 2
 
     @property
     def columns(self) -> int:

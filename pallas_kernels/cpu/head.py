@@ -89,13 +89,8 @@ class Head(Program):
 
     rows: int
 
-    @property
-    def arguments(self) -> int:
-        return 3
-
-    @property
-    def results(self) -> int:
-        return 2
+    n_arguments = 3
+    n_results = 2
 
     def phases(self, target: Target) -> Sequence[Phase]:
         def count_rows(e: Emitter, call: CallFrame) -> Value:

@@ -242,13 +242,8 @@ class SelfTest(Program):
 
     bits: int
 
-    @property
-    def arguments(self) -> int:
-        return 2
-
-    @property
-    def results(self) -> int:
-        return 2
+    n_arguments = 2
+    n_results = 2
 
     def phases(self, target: Target) -> Sequence[Phase]:
         def count(e: Emitter, call: frame.CallFrame) -> Value:

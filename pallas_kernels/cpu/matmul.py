@@ -172,9 +172,7 @@ class Matmul(Program):
             jax.ShapeDtypeStruct((size,), jnp.uint8),
         ]
 
-    @property
-    def results(self) -> int:
-        return 2
+    n_results = 2
 
     @property
     def fused(self) -> int:

@@ -31,7 +31,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.fixed_sums import has_fixed_sums, row_sums
+from pallas_kernels.fixed_sums import row_sums
 from pallas_kernels.gated_delta.reference import heads_of
 from pallas_kernels.recurrence import groups
 from pallas_kernels.recurrence.groups import decay_sums, dot, pairs, scan_unroll, second_halves
@@ -42,18 +42,11 @@ _FLOAT32 = jnp.dtype(jnp.float32)
 _dot = functools.partial(dot, dtype=_FLOAT32)
 
 
+@functools.partial(jax.jit, static_argnames=("scale", "normalize_qk"))
 def chunked_forward(
     heads: Heads, initial_state: jax.Array, scale: float, normalize_qk: bool
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return the results of ``groups.forward``."""
-    return _forward(scale, normalize_qk, has_fixed_sums(), heads, initial_state)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _forward(
-    scale: float, normalize_qk: bool, fixed: bool, heads: Heads, initial_state: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    del fixed  # jax keeps a trace for each value
     group = functools.partial(_group, scale=scale, normalize_qk=normalize_qk)
     return groups.forward(group, heads, initial_state, CHUNK)
 

@@ -322,23 +322,20 @@ def segment_starts(
     return segment_states(local, start, lambda s, state: whole[:, :, s] * state)
 
 
-@functools.partial(jax.jit, static_argnames=("segments", "fixed"))
+@functools.partial(jax.jit, static_argnames="segments")
 def ssd_forward(
     heads: Heads,
     *,
     initial_state: jax.Array | None = None,
     lengths: jax.Array | None = None,
     segments: int = 1,
-    fixed: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Return o [B, T, H, Dv] and the state [B, H, Dk, Dv].
 
     lengths: int32[B]; tokens at t >= lengths[b] are never read into a result (they may be NaN), o
         is 0 there, and whole chunks of them cost nothing.
     segments: parts of a row, of ``plan``.
-    fixed: ``has_fixed_sums()`` of the caller, as jax keeps a trace for each value.
     """
-    del fixed
     q, k, v, log_decay, _ = heads
     if lengths is not None:
         lengths = lengths.astype(jnp.int32)

@@ -20,7 +20,6 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dispatch import Implementation, Plan, Reason, choose_plan, is_empty
-from pallas_kernels.fixed_sums import has_fixed_sums
 from pallas_kernels.gla.op import gla
 from pallas_kernels.recurrence.op import Heads, Results, check_decay
 from pallas_kernels.transform import Op, chosen
@@ -132,7 +131,7 @@ def _kernel(
     from pallas_kernels.ssd import kernel
 
     given = {"initial_state": state, "lengths": lengths, "segments": plan.segments}
-    return kernel.ssd_forward(heads, fixed=has_fixed_sums(), **given)
+    return kernel.ssd_forward(heads, **given)
 
 
 def _form(implementation: Implementation | None) -> Callable[..., Results]:

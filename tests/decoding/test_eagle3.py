@@ -35,6 +35,7 @@ from tests.helpers.eagle_cases import (
     tensors,
     write,
 )
+from tests.helpers.models import check_same
 
 NEW = 24
 SAMPLING = (
@@ -110,10 +111,7 @@ def test_tokens_are_those_without_a_draft(deterministic) -> None:
     options |= {} if deterministic else {"chunk": 8}
     want = lm.generate(prompts(), NEW, SAMPLING, **options)
     got = lm.generate(prompts(), NEW, SAMPLING, draft=drafter(), draft_tokens=3, **options)
-    for one, other in zip(got, want, strict=True):
-        assert one.tokens == other.tokens
-        atol = 0 if deterministic else 1e-5
-        np.testing.assert_allclose(one.logprobs, other.logprobs, rtol=0, atol=atol)
+    check_same(got, want, 0 if deterministic else 1e-5)
     assert 0 < got[2].accepted < sum(one.drafted for one in got)
 
 

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-from tests.helpers.compiling import environment
+from tests.helpers.compiling import results_of
 
 # kv heads, and those of one device; number of devices
 MESHES = {"model=2": (2, 1, 2), "data=2,model=4": (4, 1, 8), "data=2": (2, 2, 2)}
@@ -18,16 +13,7 @@ MESHES = {"model=2": (2, 1, 2), "data=2,model=4": (4, 1, 8), "data=2": (2, 2, 2)
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["gqa", "delta", "kda"])
 def test_tokens_on_a_mesh_are_those_of_one_device(family):
-    run = subprocess.run(
-        [sys.executable, "-W", "error", "-m", "tests.helpers.engine_mesh_child", family, *MESHES],
-        cwd=Path(__file__).parents[2],
-        env=environment(8),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
-    alone, *meshes = map(json.loads, run.stdout.splitlines())
+    alone, *meshes = results_of("engine_mesh_child", family, *MESHES, PYTHONWARNINGS="error")
     assert {key: len(tokens) for key, tokens in alone["tokens"].items()} == {
         "one": 8,
         "short": 12,
@@ -53,18 +39,10 @@ def test_tokens_on_a_mesh_are_those_of_one_device(family):
 
 @pytest.mark.slow
 def test_a_second_start_on_a_mesh_reads_the_programs(tmp_path):
-    def start() -> list[dict]:
-        run = subprocess.run(
-            [sys.executable, "-m", "tests.helpers.engine_mesh_child", "gqa", "model=2"],
-            cwd=Path(__file__).parents[2],
-            env=environment(2) | {"JAX_COMPILATION_CACHE_DIR": str(tmp_path)},
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        return [json.loads(line) for line in run.stdout.splitlines()]
-
-    first, again = start(), start()
+    kept = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path)}
+    first, again = (
+        results_of("engine_mesh_child", "gqa", "model=2", n_devices=2, **kept) for _ in range(2)
+    )
     assert all(engine.pop("lowered") > 4 for engine in first)
     assert [engine.pop("lowered") for engine in again] == [0, 0]
     assert first == again

@@ -44,6 +44,46 @@ def values_of(kv: jax.Array | QTensor) -> np.ndarray:
     return parts.reshape(q.shape)
 
 
+def rotation(h: int) -> np.ndarray:
+    """Sylvester's matrix of width h over its square root."""
+    matrix = np.ones((1, 1))
+    while len(matrix) < h:
+        matrix = np.kron(matrix, [[1, 1], [1, -1]])
+    return matrix * h**-0.5
+
+
+def in_own_basis(v: Any, out: np.ndarray) -> np.ndarray:
+    """An attention's result, which of an int4 cache is in the cache's basis: ``rotation`` of the
+    largest power of two that divides the head."""
+    if v.dtype != jnp.int4:
+        return out
+    size = out.shape[-1] & -out.shape[-1]
+    return (out.reshape(*out.shape[:-1], -1, size) @ rotation(size)).reshape(out.shape)
+
+
+def attended(q, k, v, lengths, window=None, sinks=None) -> np.ndarray:
+    """Attention in float64, in the cache's basis: ``q [B, N, H]``, ``lengths [B]``, or of several
+    tokens of a row ``q [B, T, N, H]``, ``lengths [B, T]``."""
+    q, k, v = map(values_of, (q, k, v))
+    tokens = q.reshape(len(q), -1, *q.shape[-2:])
+    group, out = q.shape[-2] // k.shape[2], np.zeros_like(tokens)
+    for (row, t), length in np.ndenumerate(np.asarray(lengths).reshape(tokens.shape[:2])):
+        seen = slice(0 if window is None else max(0, length - window), length)
+        for head in range(q.shape[-2]) if length else ():
+            scores = k[row, seen, head // group] @ tokens[row, t, head] * q.shape[-1] ** -0.5
+            sink = -np.inf if sinks is None else np.float64(sinks[head])
+            top = max(scores.max(), sink)
+            weights = np.exp(scores - top)
+            total = weights.sum() + np.exp(sink - top)
+            out[row, t, head] = weights @ v[row, seen, head // group] / total
+    return out.reshape(q.shape)
+
+
+def softmax(q, k, v, lengths, window=None, sinks=None) -> np.ndarray:
+    """``attended`` in the queries' basis."""
+    return in_own_basis(v, attended(q, k, v, lengths, window, sinks))
+
+
 def heads_of(batch, capacity, n, n_kv, width, cache="float32", dtype="float32", size=1.0, seed=0):
     """(q, k, v, lengths) of a step; lengths from none to all of the capacity."""
     rng = np.random.default_rng(seed)

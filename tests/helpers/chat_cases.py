@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import tokenizers
 from jaxllama.checkpoints.hf.save import save
 from jaxllama.config import ModelConfig
 from jaxllama.text.tokenizer import Tokenizer
+from jaxllama.training import TrainConfig, TrainResult, train, train_config_from_dict
 from tests.helpers.models import FAMILIES
 from tests.helpers.training_cases import first_params
 
@@ -56,6 +58,40 @@ def chat_model(folder: Path, family: str = "gqa", **changes: Any) -> tuple[Path,
         scratch.mkdir(exist_ok=True)
         save(out, cfg, jax.device_put(first_params(cfg)), tokenizer().save(scratch))
     return out, cfg
+
+
+def chat_run(folder: Path, **table: Any) -> TrainConfig:
+    """A run that begins with the chat model. table: further settings, or others."""
+    usual = {
+        "batch_size": 2,
+        "microbatches": 2,
+        "sequence_length": 64,
+        "init_from": str(chat_model(folder)[0]),
+        "optimizer": {"warmup_steps": 1, "weight_decay": 0.0},
+    }
+    return train_config_from_dict({**usual, **table}, "chat.toml")
+
+
+def prompt_file(folder: Path, lines: Sequence[dict[str, Any]]) -> str:
+    """The path of a file of prompts."""
+    out = folder / "prompts.jsonl"
+    out.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(out)
+
+
+def check_resumes(config: TrainConfig, whole: TrainResult, weights: str, *last: str) -> TrainResult:
+    """A run that was killed before it wrote ``last`` of its folder ends as the whole run did.
+
+    weights: the file of the model.  Returns the second run.
+    """
+    half = whole.directory.with_name("half")
+    shutil.copytree(whole.directory, half)
+    for name in (whole.model.name, *last):
+        shutil.rmtree(half / name)
+    again = train(config, half)
+    assert again.validation == whole.validation and again.model.name == whole.model.name
+    assert (again.model / weights).read_bytes() == (whole.model / weights).read_bytes()
+    return again
 
 
 def say(question: str, answer: str) -> dict[str, Any]:

@@ -29,12 +29,15 @@ def environment(n_devices: int = 1) -> dict[str, str]:
     return {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
 
 
-def results_of(helper: str, *arguments: str) -> list[Any]:
-    """Return the JSON lines of ``tests.helpers.HELPER``, which runs with 8 CPU devices."""
+def results_of(helper: str, *arguments: str, n_devices: int = 8, **variables: str) -> list[Any]:
+    """Return the JSON lines of ``tests.helpers.HELPER``, which runs with so many CPU devices.
+
+    variables: of its environment.
+    """
     run = subprocess.run(
         [sys.executable, "-m", f"tests.helpers.{helper}", *arguments],
         cwd=Path(__file__).parents[2],
-        env=environment(8),
+        env=environment(n_devices) | variables,
         capture_output=True,
         text=True,
         check=False,

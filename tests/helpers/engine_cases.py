@@ -284,23 +284,29 @@ def written(events: list[Event]) -> tuple[list[int], list[float]]:
     )
 
 
-def every_way_generates(lm: LanguageModel, tokens: np.ndarray) -> None:
+def every_way_generates(
+    lm: LanguageModel,
+    tokens: np.ndarray,
+    cuts: tuple[slice, slice, slice] = (slice(6), slice(4), slice(2, 5)),
+    new: int = 6,
+    max_len: int = 32,
+) -> None:
     """Drafts, the engine and offloaded weights give the tokens of ``generate``.
 
-    tokens: int32 ``[2, 6 or more]``, of which three prompts are cut.
+    tokens: int32 ``[2, T]``.  cuts: the prompts, of its first, second and first row.
     """
-    prompts = [tokens[0, :6].tolist(), tokens[1, :4].tolist(), tokens[0, 2:5].tolist()]
-    plain = [one.tokens for one in lm.generate(prompts, max_new_tokens=6)]
-    drafted = lm.generate(prompts, max_new_tokens=6, draft="ngram", draft_tokens=2)
+    prompts = [tokens[row, cut].tolist() for row, cut in zip((0, 1, 0), cuts, strict=True)]
+    plain = [one.tokens for one in lm.generate(prompts, max_new_tokens=new)]
+    drafted = lm.generate(prompts, max_new_tokens=new, draft="ngram", draft_tokens=2)
     assert [one.tokens for one in drafted] == plain
-    engine, found = Engine(lm, max_slots=2, max_len=32), {}
+    engine, found = Engine(lm, max_slots=2, max_len=max_len), {}
     for index, prompt in enumerate(prompts):
         found[str(index)] = []
-        request = Request(str(index), prompt, max_new_tokens=6)
+        request = Request(str(index), prompt, max_new_tokens=new)
         engine.submit(request, lambda event: found[event.id].extend(event.tokens))
     while engine.step():
         pass
     assert [found[str(index)] for index in range(3)] == plain
     place = Placement(Policy.parse("0 50 0 50 0 50"), jnp.float32)
     off = place.model(lm.config, place.tree(jax.tree.map(np.asarray, lm.params)), None)
-    assert [one.tokens for one in off.generate(prompts, 6)] == plain
+    assert [one.tokens for one in off.generate(prompts, new)] == plain

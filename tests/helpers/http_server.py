@@ -122,6 +122,12 @@ def wait_until(condition: Callable[[], Any]) -> None:
         time.sleep(0.005)
 
 
+def children(pid: int) -> list[int]:
+    """Processes that a process's threads have started."""
+    texts = [path.read_text() for path in Path(f"/proc/{pid}").glob("task/*/children")]
+    return [int(word) for text in texts for word in text.split()]
+
+
 def tiny_checkpoint(root: Path, cfg: ModelConfig = CFG) -> Path:
     """A folder with a checkpoint "tiny", and room for compiled programs, logs and state."""
     hf.save(root / NAME, cfg, seeded_params(cfg))
@@ -129,11 +135,22 @@ def tiny_checkpoint(root: Path, cfg: ModelConfig = CFG) -> Path:
     return root
 
 
-@contextlib.contextmanager
 def serve(
     folder: Path, *flags: str, program: tuple[str, ...] = ("-m", "jaxllama")
+) -> contextlib.AbstractContextManager[tuple[subprocess.Popen, str, Path]]:
+    """(process, url, its log) of ``jaxllama serve`` for the model of a folder."""
+    flags = "--model", str(folder / NAME), "--port", "0", "--chunk", "16", *flags
+    return started(folder, *flags, program=program)
+
+
+@contextlib.contextmanager
+def started(
+    folder: Path, *flags: str, program: tuple[str, ...] = ("-m", "jaxllama"), names: str = NAME
 ) -> Iterator[tuple[subprocess.Popen, str, Path]]:
-    """(process, url, its log) of ``jaxllama serve``; killed at the end if it still runs."""
+    """(process, url, its log) of ``jaxllama serve``; killed at the end if it still runs.
+
+    names: what the server says that it serves.
+    """
     log = folder / f"log-{len(list(folder.glob('log-*')))}"
     environment = {
         **os.environ,
@@ -141,25 +158,15 @@ def serve(
         "JAX_PLATFORMS": "cpu",
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
-    command = [
-        sys.executable,
-        *program,
-        "serve",
-        "--model",
-        str(folder / NAME),
-        "--port",
-        "0",
-        "--chunk",
-        "16",
-        *flags,
-    ]
+    command = [sys.executable, *program, "serve", *flags]
     with log.open("w") as stderr:
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment
         )
         try:
             line = process.stdout.readline()
-            found = re.fullmatch(r"jaxllama serves tiny on (https?://127\.0\.0\.1:\d+)\n", line)
+            address = r"(https?://127\.0\.0\.1:\d+)"
+            found = re.fullmatch(rf"jaxllama serves {names} on {address}\n", line)
             assert found, (line, log.read_text())
             yield process, found[1], log
         finally:

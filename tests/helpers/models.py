@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -22,6 +23,9 @@ from jaxllama.config import (
     RopeConfig,
 )
 from jaxllama.model.cache import init_pages
+from jaxllama.offload.policy import Policy
+from jaxllama.placement import Placement
+from jaxllama.quantization.sites import fold, sites
 from tests.helpers.arrays import as_jax
 from tests.helpers.seeded import seeded_params
 
@@ -201,24 +205,80 @@ def check_prompt_steps_and_a_draft(
     want: Any,
     chunk: int | None = None,
     atol: float = 1e-5,
+    dtype: str = "float32",
+    *,
+    lengths: tuple[int, int] = (5, 3),
+    n_steps: int = 1,
+    n_drafted: int = 2,
+    last: tuple[int, int] = (1, -1),
 ) -> None:
-    """Rows of different lengths, then steps, then a draft of which one row keeps nothing, give the
-    logits ``want [2, T, V]`` of the whole rows ``tokens [2, T]``."""
-    cfg = lm.config
-    lengths = as_jax([5, 3])
-    cache = jl.init_cache(cfg, 2, 16, dtype=jnp.float32)
-    scores, cache = jl.prefill(cfg, lm.params, tokens[:, :5], lengths, cache, chunk=chunk)
-    np.testing.assert_allclose(scores, want[[0, 1], [4, 2]], atol=atol)
-    newest = as_jax([tokens[0, 5], tokens[1, 3]])
-    scores, cache = jl.decode_step(cfg, lm.params, newest, cache)
-    np.testing.assert_allclose(scores, want[[0, 1], [5, 3]], atol=atol)
-    drafted = as_jax([tokens[0, 6:8], tokens[1, 4:6]])
-    scores, proposal = jl.verify_step(cfg, lm.params, drafted, as_jax([2, 2]), cache)
-    np.testing.assert_allclose(scores, [want[0, 6:8], want[1, 4:6]], atol=atol)
-    cache = jl.commit(proposal, as_jax([1, -1]))
-    newest = as_jax([tokens[0, 8], tokens[1, 4]])
-    scores, cache = jl.decode_step(cfg, lm.params, newest, cache)
-    np.testing.assert_allclose(scores, want[[0, 1], [8, 4]], atol=atol)
+    """Rows of different lengths, then steps, then a draft of which a row keeps the tokens up to its
+    ``last``, or nothing, give the logits ``want [2, T, V]`` of the whole rows ``tokens [2, T]``."""
+    cfg, rows, at = lm.config, np.arange(2), np.asarray(lengths)
+    cache = jl.init_cache(cfg, 2, tokens.shape[1] + 8, dtype=dtype)
+    given = tokens[:, : max(lengths)]
+    scores, cache = jl.prefill(cfg, lm.params, given, as_jax(lengths), cache, chunk=chunk)
+    np.testing.assert_allclose(scores, want[rows, at - 1], atol=atol)
+    for _ in range(n_steps):
+        scores, cache = jl.decode_step(cfg, lm.params, as_jax(tokens[rows, at]), cache)
+        np.testing.assert_allclose(scores, want[rows, at], atol=atol)
+        at = at + 1
+    drafted = rows[:, None], at[:, None] + np.arange(n_drafted)
+    counts = as_jax([n_drafted] * 2)
+    scores, proposal = jl.verify_step(cfg, lm.params, as_jax(tokens[drafted]), counts, cache)
+    np.testing.assert_allclose(scores, want[drafted], atol=atol)
+    cache, at = jl.commit(proposal, as_jax(last)), at + np.asarray(last) + 1
+    scores, _ = jl.decode_step(cfg, lm.params, as_jax(tokens[rows, at]), cache)
+    np.testing.assert_allclose(scores, want[rows, at], atol=atol)
+
+
+def check_gradients(lm: jl.LanguageModel, tokens: np.ndarray) -> None:
+    """Gradients of logits reach every parameter, and are finite."""
+    lengths = jnp.full(len(tokens), tokens.shape[1], jnp.int32)
+    loss = lambda p: jnp.mean(jl.logits(lm.config, p, tokens, lengths) ** 2)  # noqa: E731
+    found = jax.device_get(jax.jit(jax.grad(loss))(lm.params))
+    for path, leaf in jax.tree_util.tree_leaves_with_path(found):
+        assert np.isfinite(leaf).all() and np.any(leaf), path
+
+
+def check_folded_scales(cfg: ModelConfig, params: Any) -> None:
+    """Scales of channels, which AWQ and SmoothQuant fold, leave a model's function alone."""
+    tokens, lengths = np.asarray(tokens_of(cfg, 1, 12)), np.array([12], np.int32)
+    want, rng = jl.logits(cfg, params, tokens, lengths), np.random.default_rng(0)
+    for index, part in enumerate(cfg.layers):
+        scales = {
+            site.name: np.exp(rng.standard_normal(site.n_channels)).astype(np.float32)
+            for site in sites(part)
+            if site.source
+        }
+        layer = jax.jit(functools.partial(fold, part))(params[f"layer_{index}"], scales)
+        params = {**params, f"layer_{index}": layer}
+    assert relative_error(jl.logits(cfg, params, tokens, lengths), want) < 1e-4
+
+
+def check_same(
+    got: list[jl.Generation], want: list[jl.Generation], atol: float = 1e-5, of: str = ""
+) -> None:
+    """The same tokens, and log-probabilities as near as ``atol``; ``of`` names a case."""
+    for one, other in zip(got, want, strict=True):
+        assert one.tokens == other.tokens, of
+        np.testing.assert_allclose(one.logprobs, other.logprobs, rtol=0, atol=atol)
+
+
+def check_offloaded(
+    policy: str, cfg: ModelConfig, params: Any, **options: Any
+) -> tuple[list[list[int]], jl.LanguageModel, list[jl.Generation]]:
+    """A model under a policy gives the tokens of a resident one.
+
+    options: of ``Placement``.  Returns (prompts, the offloaded model, its answers).
+    """
+    prompts, cfg = [[5, 9, 4, 7, 11], [3], [8, 6, 5]], cfg.replace(eos_token_ids=())
+    place = Placement(Policy.parse(policy), jnp.float32, **options)
+    off = place.model(cfg, place.tree(jax.tree.map(np.asarray, params)), None)
+    want = jl.LanguageModel(cfg, params, None).generate(prompts, 8)
+    got = off.generate(prompts, 8)
+    assert [one.tokens for one in got] == [one.tokens for one in want]
+    return prompts, off, got
 
 
 def shrunk(cfg: ModelConfig) -> ModelConfig:

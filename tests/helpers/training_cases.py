@@ -13,6 +13,7 @@ from jaxllama.config import ModelConfig
 from jaxllama.text.tokenizer import Tokenizer
 from jaxllama.training import TrainConfig, train_config_from_dict
 from jaxllama.training.data import tokenize
+from jaxllama.training.start import TrainingSetup
 from tests.helpers.models import FAMILIES
 from tests.helpers.parity_cases import CASES as PARITY
 from tests.helpers.seeded import seeded_params
@@ -62,6 +63,22 @@ def run_config(folder: Path, cfg: ModelConfig | None = None, **changes: Any) -> 
         **changes,
     }
     return train_config_from_dict(table, "test.toml")
+
+
+def rollout_setup(cfg: ModelConfig, **changes: Any) -> TrainingSetup:
+    """A step on answers that the model has given. changes: of the run's settings."""
+    table = {
+        "steps": 1,
+        "batch_size": 4,
+        "sequence_length": 32,
+        "learning_rate": 1e-3,
+        "init_from": "x",
+        "data": {"prompts": "x"},
+        "rollout": {"max_new_tokens": 4, "samples": 4},
+        "reward": {"kind": "exact"},
+        **changes,
+    }
+    return TrainingSetup(train_config_from_dict(table, "x"), cfg)
 
 
 def first_params(cfg: ModelConfig, seed: int = 0) -> dict[str, Any]:

@@ -343,104 +343,60 @@ def rope_in_pages():
     return build()
 
 
-def recursion(q, k, v, g, state, lengths=None, segments=None):
-    """GLA of ``[B, T, H, D]`` in float64."""
-    o = np.zeros(v.shape)
-    for b, t in np.ndindex(*q.shape[:2]):
-        if lengths is not None and t >= lengths[b]:
-            continue
-        new = segments is not None and t > 0 and segments[b, t] != segments[b, t - 1]
-        decay = np.exp(g[b, t])[..., None] * (not new)
-        state[b] = decay * state[b] + k[b, t][..., None] * v[b, t][:, None]
-        o[b, t] = max(q.shape[-1], 1) ** -0.5 * np.einsum("hk,hkv->hv", q[b, t], state[b])
-    return o, state
-
-
-def gla():
-    given = {
-        "q": draw(2, 5, 4, 64),
-        "k": draw(2, 5, 4, 64, seed=1),
-        "v": draw(2, 5, 4, 64, seed=2),
-        "log_decay": -np.abs(draw(2, 5, 4, 64, seed=3, dtype="float32")),
-        "initial_state": draw(2, 4, 64, 64, dtype="float32"),
-        "lengths": np.asarray([5, 2], np.int32),
-        "segment_ids": np.asarray([[0, 0, 0, 1, 1]] * 2, np.int32),
-    }
-
-    def want(a):
-        numbers = (wide(a[name]) for name in list(given)[:5])
-        return recursion(*numbers, a["lengths"], a["segment_ids"])
-
-    return given, lambda a, **kw: pk.gla(**a, **kw), want
-
-
-def gla_step():
-    given = {
-        "q": draw(2, 4, 64),
-        "k": draw(2, 4, 64, seed=1),
-        "v": draw(2, 4, 128, seed=2),
-        "log_decay": -np.abs(draw(2, 4, 64, seed=3, dtype="float32")),
-        "state": draw(2, 4, 64, 128, dtype="float32"),
-    }
-
-    def want(a):
-        *given, state = (wide(x) for x in a.values())
-        o, state = recursion(*(x[:, None] for x in given), state)
-        return o[:, 0], state
-
-    return given, lambda a, **kw: pk.gla_step(**a, **kw), want
-
-
-def delta_recursion(q, k, v, g, beta, state, lengths=None, segments=None):
-    """The gated delta rule of ``[B, T, H, D]`` in float64, a decay a head."""
-    o, repeats = np.zeros(v.shape), v.shape[2] // q.shape[2]
+def recursion(q, k, v, g, *rest, lengths=None, segments=None):
+    """The gated delta rule of ``[B, T, H, D]`` in float64, or GLA, which has no beta."""
+    *beta, state = rest
+    o, repeats = np.zeros(v.shape), v.shape[2] // max(q.shape[2], 1)
     q, k = np.repeat(q, repeats, 2), np.repeat(k, repeats, 2)
+    decay = np.exp(g if g.ndim == 4 else g[..., None])[..., None]
     for b, t in np.ndindex(*q.shape[:2]):
         if lengths is not None and t >= lengths[b]:
             continue
         new = segments is not None and t > 0 and segments[b, t] != segments[b, t - 1]
-        state[b] = np.exp(g[b, t])[:, None, None] * (not new) * state[b]
-        u = beta[b, t][:, None] * (v[b, t] - np.einsum("hk,hkv->hv", k[b, t], state[b]))
+        state[b] = decay[b, t] * (not new) * state[b]
+        u = v[b, t]
+        if beta:
+            u = beta[0][b, t][:, None] * (u - np.einsum("hk,hkv->hv", k[b, t], state[b]))
         state[b] += k[b, t][..., None] * u[:, None]
         o[b, t] = max(q.shape[-1], 1) ** -0.5 * np.einsum("hk,hkv->hv", q[b, t], state[b])
     return o, state
 
 
-def gated_delta():
-    given = {
-        "q": draw(2, 5, 4, 64),
-        "k": draw(2, 5, 4, 64, seed=1) / 8,
-        "v": draw(2, 5, 8, 128, seed=2),
-        "log_decay": -np.abs(draw(2, 5, 8, seed=3, dtype="float32")),
-        "beta": 1 / (1 + np.exp(draw(2, 5, 8, seed=4, dtype="float32"))),
-        "initial_state": draw(2, 8, 64, 128, dtype="float32"),
-        "lengths": np.asarray([5, 2], np.int32),
-        "segment_ids": np.asarray([[0, 0, 0, 1, 1]] * 2, np.int32),
-    }
+def recurrence(op, d_v, is_delta=False):
+    """A delta rule has two heads of values to a key's, and a decay a head."""
+
+    def build():
+        heads, one_step = 4 + 4 * is_delta, op in (pk.gla_step, pk.gated_delta_step)
+        at = (2,) if one_step else (2, 5)
+        decays = (heads,) if is_delta else (heads, 64)
+        given = {
+            "q": draw(*at, 4, 64),
+            "k": draw(*at, 4, 64, seed=1) / (8 if is_delta else 1),
+            "v": draw(*at, heads, d_v, seed=2),
+            "log_decay": -np.abs(draw(*at, *decays, seed=3, dtype="float32")),
+        }
+        if is_delta:
+            given["beta"] = 1 / (1 + np.exp(draw(*at, heads, seed=4, dtype="float32")))
+        state = draw(2, heads, 64, d_v, dtype="float32")
+        if one_step:
+            return given | {"state": state}, call, want_of_step
+        given |= {"initial_state": state, "lengths": np.asarray([5, 2], np.int32)}
+        given["segment_ids"] = np.asarray([[0, 0, 0, 1, 1]] * 2, np.int32)
+        return given, call, want
+
+    def call(a, **kw):
+        return op(**a, **kw)
 
     def want(a):
-        numbers = (wide(a[name]) for name in list(given)[:6])
-        return delta_recursion(*numbers, a["lengths"], a["segment_ids"])
+        *given, lengths, segments = a.values()
+        return recursion(*map(wide, given), lengths=lengths, segments=segments)
 
-    return given, lambda a, **kw: pk.gated_delta(**a, **kw), want
-
-
-def gated_delta_step():
-    given = {
-        "q": draw(2, 4, 64),
-        "k": draw(2, 4, 64, seed=1) / 8,
-        "v": draw(2, 8, 128, seed=2),
-        "log_decay": -np.abs(draw(2, 8, seed=3, dtype="float32")),
-        "beta": 1 / (1 + np.exp(draw(2, 8, seed=4, dtype="float32"))),
-        "state": draw(2, 8, 64, 128, dtype="float32"),
-    }
-
-    def want(a):
+    def want_of_step(a):
         *given, state = (wide(x) for x in a.values())
-        o, state = delta_recursion(*(x[:, None] for x in given), state)
+        o, state = recursion(*(x[:, None] for x in given), state)
         return o[:, 0], state
 
-    return given, lambda a, **kw: pk.gated_delta_step(**a, **kw), want
+    return build
 
 
 def one_token():
@@ -505,10 +461,10 @@ CASES = {
     "rope_and_write int8": rope(pk.rope_and_write, "int8"),
     "rope_and_write int4": rope(pk.rope_and_write, "int4"),
     "rope_and_attend": rope(pk.rope_and_attend, None, 2),
-    "gated_delta": gated_delta,
-    "gated_delta_step": gated_delta_step,
-    "gla": gla,
-    "gla_step": gla_step,
+    "gated_delta": recurrence(pk.gated_delta, 128, is_delta=True),
+    "gated_delta_step": recurrence(pk.gated_delta_step, 128, is_delta=True),
+    "gla": recurrence(pk.gla, 64),
+    "gla_step": recurrence(pk.gla_step, 128),
     "gla_token": one_token,
     "grouped_matmul": grouped_matmul,
 }

@@ -8,7 +8,6 @@ are test_model's.
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -24,10 +23,9 @@ from jaxllama.errors import JaxLlamaError
 from jaxllama.model.mixers.delta import mix as delta
 from jaxllama.model.params import param_table
 from jaxllama.offload.policy import Policy
-from jaxllama.quantization import sites
 from pallas_kernels.gated_delta.reference import gated_delta_recurrent
 from tests.helpers.files import convolved, is_as_in_files, sigmoid, silu, softplus
-from tests.helpers.models import FAMILIES, params_of, relative_error, tokens_of
+from tests.helpers.models import FAMILIES, check_folded_scales, params_of, relative_error, tokens_of
 
 WIDTH = 40
 _BASE = {
@@ -252,19 +250,7 @@ def test_offloading_gives_the_same_tokens(family, tmp_path):
 
 @pytest.mark.parametrize("family", ["delta", pytest.param("kda", marks=pytest.mark.slow)])
 def test_scales_of_channels_leave_the_function_alone(family):
-    """What AWQ and SmoothQuant fold."""
-    cfg, params = FAMILIES[family], params_of(FAMILIES[family])
-    tokens, lengths = np.asarray(tokens_of(cfg, 1, 12)), np.array([12], np.int32)
-    want, rng = jl.logits(cfg, params, tokens, lengths), np.random.default_rng(0)
-    for index, part in enumerate(cfg.layers):
-        scales = {
-            site.name: np.exp(rng.standard_normal(site.n_channels)).astype(np.float32)
-            for site in sites.sites(part)
-        }
-        run = jax.jit(functools.partial(sites.fold, part))
-        layer = run(params[f"layer_{index}"], scales)
-        params = {**params, f"layer_{index}": layer}
-    assert relative_error(jl.logits(cfg, params, tokens, lengths), want) < 1e-4
+    check_folded_scales(FAMILIES[family], params_of(FAMILIES[family]))
 
 
 @pytest.mark.parametrize("scheme", ["w8a8", pytest.param("w8a16", marks=pytest.mark.slow)])

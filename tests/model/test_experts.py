@@ -41,6 +41,7 @@ from tests.helpers.cases import slow
 from tests.helpers.engine_cases import every_way_generates
 from tests.helpers.models import (
     LLAMA,
+    check_gradients,
     check_prompt_steps_and_a_draft,
     params_of,
     relative_error,
@@ -302,12 +303,7 @@ def test_modules_declare_and_compute_the_same() -> None:
 
 
 def test_gradients_reach_every_parameter() -> None:
-    lm, tokens, _ = model()
-    lengths = jnp.full(ROWS, WIDTH, jnp.int32)
-    loss = lambda p: jnp.mean(jl.logits(CFG, p, tokens, lengths) ** 2)  # noqa: E731
-    found = jax.device_get(jax.jit(jax.grad(loss))(lm.params))
-    for path, leaf in jax.tree_util.tree_leaves_with_path(found):
-        assert np.isfinite(leaf).all() and np.any(leaf), path
+    check_gradients(*model()[:2])
 
 
 def test_calibration_counts_the_rows_of_each_expert() -> None:

@@ -16,7 +16,6 @@ from jaxllama.checkpoints.hf import load as hf
 from jaxllama.checkpoints.hf.config import config_from_hf
 from jaxllama.config import ExpertsConfig, FullAttentionConfig
 from jaxllama.errors import JaxLlamaError, WeightWarning
-from jaxllama.language_model import LanguageModel
 from jaxllama.model import linear
 from jaxllama.model.linear import Stream
 from jaxllama.model.rope import rope_tables
@@ -31,6 +30,7 @@ from tests.helpers.arrays import as_jax
 from tests.helpers.models import (
     GEMMA4,
     check_chunks_and_steps,
+    check_offloaded,
     params_of,
     relative_error,
     tokens_of,
@@ -263,12 +263,7 @@ def test_experts_beside_a_feed_forward_are_calibrated(method, bound):
 def test_offloaded_experts_beside_a_feed_forward(policy, tmp_path, monkeypatch):
     """They give the tokens of a resident model."""
     monkeypatch.setenv("JAXLLAMA_OFFLOAD_DIR", str(tmp_path))
-    params, prompts = params_of(EXPERTS), [[5, 9, 4, 7, 11], [3], [8, 6, 5]]
-    cfg = EXPERTS.replace(eos_token_ids=())
-    place = Placement(Policy.parse(policy), jnp.float32)
-    off = place.model(cfg, place.tree(jax.tree.map(np.asarray, params)), None)
-    want = LanguageModel(cfg, params, None).generate(prompts, 8)
-    assert [one.tokens for one in off.generate(prompts, 8)] == [one.tokens for one in want]
+    check_offloaded(policy, EXPERTS, params_of(EXPERTS))
 
 
 @pytest.mark.slow

@@ -13,16 +13,13 @@ import pytest
 import jaxllama as jl
 from jaxllama.config import ModelConfig, RopeConfig
 from jaxllama.errors import JaxLlamaError
-from jaxllama.language_model import LanguageModel
 from jaxllama.model.mixers.attention import cudnn
 from jaxllama.model.mixers.latent import mix as latent
-from jaxllama.offload.policy import Policy
-from jaxllama.placement import Placement
 from pallas_kernels.latent import step
 from pallas_kernels.latent.op import latent_attention
 from pallas_kernels.latent.plan import LatentPlan
 from tests.helpers.cudnn_plain import plain
-from tests.helpers.models import LATENT, check_chunks_and_steps, params_of
+from tests.helpers.models import LATENT, check_chunks_and_steps, check_offloaded, params_of
 
 CFG = LATENT.first_layers(1)
 
@@ -172,14 +169,8 @@ def test_layers_of_latents_and_of_attention_make_one_model():
 def test_an_offloaded_cache_gives_the_same_tokens(options, tmp_path, monkeypatch):
     """With attention on the CPU, and with rows whose bits no batch decides."""
     monkeypatch.setenv("JAXLLAMA_OFFLOAD_DIR", str(tmp_path))
-    cfg = LATENT.replace(eos_token_ids=())
-    params, prompts = params_of(cfg), [[5, 9, 4, 7, 11], [3], [8, 6, 5]]
     ending = "0 100 100 0" if options else "50 50 100 0 cpu_attention=true"
-    place = Placement(Policy.parse(f"0 100 {ending}"), jnp.float32, **options)
-    off = place.model(cfg, place.tree(jax.tree.map(np.asarray, params)), None)
-    want = LanguageModel(cfg, params, None).generate(prompts, 8)
-    got = off.generate(prompts, 8)
-    assert [one.tokens for one in got] == [one.tokens for one in want]
+    prompts, off, got = check_offloaded(f"0 100 {ending}", LATENT, params_of(LATENT), **options)
     for row, prompt in enumerate(prompts if options else ()):
         (alone,) = off.generate([prompt], 8)
         assert alone.logprobs == got[row].logprobs

@@ -29,7 +29,7 @@ from jaxllama.text.tokenizer import Tokenizer
 from pallas_kernels.qtensor import packed_bytes, quantize
 from tests.helpers import lora_cases
 from tests.helpers.cases import slow
-from tests.helpers.models import FAMILIES, HYBRIDS, params_of
+from tests.helpers.models import FAMILIES, HYBRIDS, check_same, params_of
 
 # A long prompt in each batch of two or four, so that every batch has the same padded width.
 PROMPTS = [[5, 6, 7], list(range(3, 24)), [9, 8, 7, 6, 5], list(range(40, 61))]
@@ -236,9 +236,7 @@ def test_whole_program_contraction_is_all_that_differs(folder):
     params = quantize_params(params_of(WIDE), "w8a8")
     want = LanguageModel(WIDE, params, None).generate(PROMPTS, 6)
     got = offloaded(WIDE, params, "0 100 100 0 100 0").generate(PROMPTS, 6)
-    for one, other in zip(got, want, strict=True):
-        assert one.tokens == other.tokens
-        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
+    check_same(got, want)
 
 
 @pytest.mark.parametrize("draft", [None, *slow("ngram")])
@@ -476,9 +474,7 @@ def test_a_draft_changes_no_tokens(folder, name, draft, policy, draft_tokens):
     want = lm.generate(PROMPTS, NEW, samplings, seed=3)
     own = lm if draft == "model" else "ngram"
     got = off.generate(PROMPTS, NEW, samplings, seed=3, draft=own, draft_tokens=draft_tokens)
-    assert [out.tokens for out in got] == [out.tokens for out in want]
-    for out, other in zip(got, want, strict=True):
-        np.testing.assert_allclose(out.logprobs, other.logprobs, atol=1e-4)
+    check_same(got, want, 1e-4)
     right = got if draft == "model" else got[:1]
     assert all(out.accepted > NEW // 2 for out in right)
     assert draft == "ngram" or all(out.accepted == out.drafted for out in got)

@@ -6,6 +6,7 @@ import functools
 import json
 from concurrent.futures import ThreadPoolExecutor
 from math import ceil
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +33,7 @@ from jaxllama.quantization.quantize import quantize_params
 from jaxllama.typing import Params
 from pallas_kernels.cpu.mail import MailLayout
 from tests.helpers.cases import slow
-from tests.helpers.models import FAMILIES, params_of
+from tests.helpers.models import FAMILIES, check_same, params_of
 
 EXPERTS = ExpertsConfig(8, 2, 32, bias=True, router_bias=True, gate_limit=7.0)
 CFG = FAMILIES["gqa"].first_layers(1).replace(eos_token_ids=(), experts=EXPERTS)
@@ -51,6 +52,15 @@ USE = {"layers": {"0": [0.1, 0.5, 0.02, 0.3, 0.4, 0.2, 0.4, 0.08]}}
 def offloaded(cfg: ModelConfig, params: Params, text: str, folder, **options) -> LanguageModel:
     place = Placement(Policy.parse(text), jnp.float32, directory=folder, **options)
     return place.model(cfg, place.tree(jax.tree.map(np.asarray, params)), None)
+
+
+def check_policies(cfg: ModelConfig, params: Params, policies: list[str], folder: Path) -> None:
+    """Twice the resident model's tokens, of two states of the slots."""
+    want = LanguageModel(cfg, params, None).generate(PROMPTS, NEW)
+    for text in policies:
+        off = offloaded(cfg, params, text, folder)
+        for _ in range(2):
+            check_same(off.generate(PROMPTS, NEW), want, of=text)
 
 
 @pytest.mark.parametrize(
@@ -99,14 +109,7 @@ def test_every_placement_gives_the_resident_model_s_tokens(tmp_path, cfg, scheme
     params = params_of(cfg)
     if scheme is not None:
         params = quantize_params(params, scheme)
-    lm = LanguageModel(cfg, params, None)
-    want = lm.generate(PROMPTS, NEW)
-    for text in policies:
-        off = offloaded(cfg, params, text, tmp_path)
-        for out in (off.generate(PROMPTS, NEW) for _ in range(2)):  # of two states of the slots
-            for one, other in zip(out, want, strict=True):
-                assert one.tokens == other.tokens, text
-                np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
+    check_policies(cfg, params, policies, tmp_path)
 
 
 READS = "100 0 100 0 100 0 experts="
@@ -140,9 +143,7 @@ def test_experts_that_the_cpu_gets_by_mail_give_the_same_tokens(reads, monkeypat
         off = offloaded(cfg, params, READS + part, tmp_path)
         for _ in range(2):  # of two states of the slots
             turns.clear()
-            for one, other in zip(off.generate(PROMPTS, NEW), want, strict=True):
-                assert one.tokens == other.tokens, part
-                np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
+            check_same(off.generate(PROMPTS, NEW), want, of=part)
             assert turns == [(MailLayout(3, cfg.d_model, 6), cfg.n_layers)] * (NEW - 1)
 
 
@@ -207,14 +208,7 @@ def test_nobody_waits_for_a_span_that_was_not_dispatched(reads, monkeypatch, tmp
     ],
 )
 def test_a_device_that_reads_pinned_memory_gives_the_same_tokens(reads, tmp_path, cfg, policies):
-    params = params_of(cfg)
-    want = LanguageModel(cfg, params, None).generate(PROMPTS, NEW)
-    for text in policies:
-        off = offloaded(cfg, params, text, tmp_path)
-        for out in (off.generate(PROMPTS, NEW) for _ in range(2)):
-            for one, other in zip(out, want, strict=True):
-                assert one.tokens == other.tokens, text
-                np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
+    check_policies(cfg, params_of(cfg), policies, tmp_path)
 
 
 @pytest.mark.parametrize("part", ["", " cpu_expert=0.3"])

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
-import shutil
 
 import jax
 import jax.numpy as jnp
@@ -16,39 +14,28 @@ from jaxllama.errors import JaxLlamaError
 from jaxllama.model import decoder, eagle3
 from jaxllama.model.cache import init_cache
 from jaxllama.model.records import Hidden
-from jaxllama.training import draft, train, train_config_from_dict
+from jaxllama.training import draft, train
 from jaxllama.training.batch import Batch
 from jaxllama.training.estimate import estimate
 from jaxllama.training.start import open_data
-from tests.helpers.chat_cases import chat_model
+from tests.helpers.chat_cases import chat_model, chat_run, check_resumes, prompt_file
 from tests.helpers.eagle_cases import CONFIG, drafter, model
 
 WEIGHTS = "model.safetensors"
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("draft")
-
-
 def config_of(folder, **changes):
-    base, _ = chat_model(folder, n_layers=3, layer_types=("attention",) * 3)
-    prompts = folder / "prompts.jsonl"
+    chat_model(folder, n_layers=3, layer_types=("attention",) * 3)  # with which the run begins
     lines = [{"prompt": f"say {n} and {n + 1}"} for n in range(12)]
-    prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
     table = {
         "steps": 6,
-        "batch_size": 2,
-        "sequence_length": 64,
+        "microbatches": 1,
         "learning_rate": 0.01,
-        "init_from": str(base),
-        "optimizer": {"warmup_steps": 1, "weight_decay": 0.0},
         "objective": {"kind": "draft"},
         "draft": {"vocab_size": 200, "depth": 3, "max_new_tokens": 12, "temperatures": [0.0]},
-        "data": {"prompts": str(prompts), "validation_prompts": 2},
-        **changes,
+        "data": {"prompts": prompt_file(folder, lines), "validation_prompts": 2},
     }
-    return train_config_from_dict(table, "draft.toml")
+    return chat_run(folder, **table | changes)
 
 
 def test_a_test_time_step_is_a_step_of_inference(folder) -> None:
@@ -150,14 +137,8 @@ def test_a_run_learns_resumes_to_the_bit_and_its_head_drafts(folder) -> None:
     losses = [row["loss"] for row in whole.metrics]
     assert losses[-1] < losses[0] and len(whole.validation) == 2
     assert {"right_1", "right_3", "tokens_a_pass"} <= whole.metrics[0].keys()
-    half = folder / "half"
-    shutil.copytree(folder / "whole", half)
-    for name in ("model", "checkpoints/6"):
-        shutil.rmtree(half / name)
-    again = train(config, half)
+    again = check_resumes(config, whole, "model.safetensors", "checkpoints/6")
     assert [row["loss"] for row in again.metrics] == losses
-    assert again.validation == whole.validation
-    assert (again.model / WEIGHTS).read_bytes() == (whole.model / WEIGHTS).read_bytes()
     lm, head = jl.load(config.init_from), jl.load_drafter(whole.model)
     prompts = [f"say {n} and {n + 1}" for n in range(3)]
     want = lm.generate(prompts, 16)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from pathlib import Path
 
 import jax
@@ -19,12 +18,12 @@ from jaxllama.cli.train import summary
 from jaxllama.errors import JaxLlamaError
 from jaxllama.model.linear import linear
 from jaxllama.model.lora import TrainedLora, attach, for_rows
-from jaxllama.training import train, train_config_from_dict
+from jaxllama.training import train
 from jaxllama.training.adapters import factors, first_adapters, joined, save, with_magnitudes
 from jaxllama.training.loop import TrainResult
 from jaxllama.training.packing import Conversations
 from jaxllama.training.tuning import LoraConfig
-from tests.helpers.chat_cases import chat_file, chat_model
+from tests.helpers.chat_cases import chat_file, chat_model, chat_run, check_resumes
 from tests.helpers.models import relative_error
 from tests.helpers.parity_cases import CASES as PARITY
 from tests.helpers.seeded import seeded_params
@@ -32,26 +31,14 @@ from tests.helpers.seeded import seeded_params
 WEIGHTS = "adapter_model.safetensors"
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("finetune")
-
-
 def config_of(folder, **changes):
-    model, _ = chat_model(folder)
     table = {
         "steps": 6,
-        "batch_size": 2,
-        "microbatches": 2,
-        "sequence_length": 64,
         "learning_rate": 0.02,
-        "init_from": str(model),
-        "optimizer": {"warmup_steps": 1, "weight_decay": 0.0},
         "lora": {"rank": 4, "alpha": 8.0},
         "data": {"conversations": str(chat_file(folder)), "validation_conversations": 2},
-        **changes,
     }
-    return train_config_from_dict(table, "chat.toml")
+    return chat_run(folder, **table | changes)
 
 
 def some_adapters(cfg, lora, seed=1, base=None):
@@ -152,15 +139,9 @@ def test_a_run_of_adapters_learns_and_resumes_to_the_bit(folder):
     losses = [row["loss"] for row in whole.metrics]
     assert losses[-1] < losses[0] - 0.5
     assert [row["step"] for row in whole.validation] == [3, 6]
-    half = folder / "half"
-    shutil.copytree(folder / "whole", half)
-    for name in ("adapter", "checkpoints/6", "best"):
-        shutil.rmtree(half / name)
-    again = train(config, half)
+    again = check_resumes(config, whole, WEIGHTS, "checkpoints/6", "best")
     assert [row["loss"] for row in again.metrics] == losses
-    assert again.validation == whole.validation
-    assert (again.model / WEIGHTS).read_bytes() == (whole.model / WEIGHTS).read_bytes()
-    assert all(run.model.name == "adapter" for run in (whole, again))
+    assert again.model.name == "adapter"
 
 
 def test_the_command_reports_the_loss_of_the_model_that_is_written():

@@ -11,10 +11,9 @@ from jaxllama.engine.engine import Engine
 from jaxllama.errors import JaxLlamaError
 from jaxllama.language_model import LanguageModel
 from jaxllama.training.batch import Batch
-from jaxllama.training.config import train_config_from_dict
 from jaxllama.training.scores import scores
-from jaxllama.training.start import TrainingSetup
 from tests.helpers.models import FAMILIES, params_of
+from tests.helpers.training_cases import rollout_setup
 
 MIXERS = {"attention": "gqa", "gla": "gla", "gdn": "delta", "kda": "kda"}
 PROMPTS = [tuple(range(1, 41)), (5, 6, 7), tuple(range(9, 30))]
@@ -51,20 +50,6 @@ def test_the_engine_scores_what_it_sampled_to_the_bit(name):
     )
 
 
-def setup_of(cfg, length=32):
-    table = {
-        "steps": 1,
-        "batch_size": 4,
-        "sequence_length": length,
-        "learning_rate": 1e-3,
-        "init_from": "x",
-        "data": {"prompts": "x"},
-        "rollout": {"max_new_tokens": 4, "samples": 4},
-        "reward": {"kind": "exact"},
-    }
-    return TrainingSetup(train_config_from_dict(table, "x"), cfg)
-
-
 def sequences(cfg):
     rng = np.random.default_rng(0)
     return [rng.integers(1, cfg.vocab_size, n).astype(np.int32) for n in (9, 33, 2, 21, 14, 9, 27)]
@@ -87,7 +72,7 @@ def rows_of(parts):
 def test_the_trainer_scores_a_sequence_to_the_same_bits(name):
     """In any batch and order; taken from packed rows; and equal to whole rows up to rounding."""
     cfg = FAMILIES[MIXERS[name]].replace(eos_token_ids=())
-    params, setup, parts = params_of(cfg), setup_of(cfg), sequences(cfg)
+    params, setup, parts = params_of(cfg), rollout_setup(cfg), sequences(cfg)
     logprobs, entropies = scores(setup, params, None, rows_of(parts))
     packed = Batch(
         np.concatenate(parts)[None],
@@ -119,7 +104,7 @@ def test_the_forms_differ_by_rounding(name, capsys):
     """Without ``deterministic`` the trainer's form is near the engine's; prints how near."""
     lm = model(name, False)
     found = jl.rollout(Engine(lm, max_slots=4, **OPTIONS), PROMPTS, n=4, max_new_tokens=16)
-    trained, _ = scores(setup_of(lm.config, 60), lm.params, None, found.tokens)
+    trained, _ = scores(rollout_setup(lm.config, sequence_length=60), lm.params, None, found.tokens)
     own = found.answers > 0
     difference = (trained[:, : own.shape[1]] - found.logprobs)[own].astype(np.float64)
     kl = np.mean(np.expm1(difference) - difference)

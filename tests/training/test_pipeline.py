@@ -1,8 +1,5 @@
 """Training whose layers are divided among stages, beside one device's."""
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +10,7 @@ from jaxllama.errors import JaxLlamaError
 from jaxllama.parallel.mesh import make_mesh, make_stages, stage_sizes
 from jaxllama.training import pipeline
 from jaxllama.training.loop import data_mesh
-from tests.helpers.compiling import environment
+from tests.helpers.compiling import results_of
 from tests.helpers.training_cases import byte_model, run_config
 
 ROOT = Path(__file__).parents[2]
@@ -22,13 +19,7 @@ GUIDE = ROOT / "docs" / "howto" / "mesh.md"
 
 def child(name: str) -> dict[str, dict]:
     """The results of a child process by case."""
-    command = [sys.executable, "-m", "tests.helpers.pipeline_child", name]
-    run = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, check=False, env=environment(8)
-    )
-    assert run.returncode == 0, run.stderr[-4000:]
-    results = [json.loads(line) for line in run.stdout.splitlines()]
-    return {result.pop("case"): result for result in results}
+    return {result.pop("case"): result for result in results_of("pipeline_child", name)}
 
 
 @pytest.mark.slow

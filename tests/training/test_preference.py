@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 
 import jax
 import jax.numpy as jnp
@@ -13,13 +12,13 @@ import pytest
 
 from jaxllama.errors import JaxLlamaError
 from jaxllama.training import loss as loss_module
-from jaxllama.training import train, train_config_from_dict
+from jaxllama.training import train
 from jaxllama.training.conversations import read
 from jaxllama.training.loss import token_logprobs
 from jaxllama.training.packing import PackedRows
 from jaxllama.training.preference import objective, sequence_sums
 from jaxllama.training.tuning import ObjectiveConfig
-from tests.helpers.chat_cases import END, chat_model, say, tokenizer
+from tests.helpers.chat_cases import END, chat_run, check_resumes, say, tokenizer
 from tests.helpers.models import relative_error
 
 WEIGHTS = "adapter_model.safetensors"
@@ -149,27 +148,18 @@ def test_pairs_of_a_file(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["dpo", "orpo", "kto"])
 def test_a_run_prefers_what_was_chosen_and_resumes_to_the_bit(kind, tmp_path):
-    model, _ = chat_model(tmp_path)
-    config = train_config_from_dict(
-        {
-            "steps": 12,
-            "batch_size": 2,
-            "microbatches": 2,
-            "sequence_length": 128,
-            "learning_rate": 0.02,
-            "validate_every": 6,
-            "checkpoint_every": 6,
-            "keep_checkpoints": 2,
-            "init_from": str(model),
-            "optimizer": {"warmup_steps": 1, "weight_decay": 0.0},
-            "lora": {"rank": 4},
-            "objective": {"kind": kind},
-            "data": {
-                "conversations": str(pairs_file(tmp_path, kind)),
-                "validation_conversations": 2,
-            },
-        },
-        "pairs.toml",
+    pairs = str(pairs_file(tmp_path, kind))
+    config = chat_run(
+        tmp_path,
+        steps=12,
+        sequence_length=128,
+        learning_rate=0.02,
+        validate_every=6,
+        checkpoint_every=6,
+        keep_checkpoints=2,
+        lora={"rank": 4},
+        objective={"kind": kind},
+        data={"conversations": pairs, "validation_conversations": 2},
     )
     whole = train(config, tmp_path / "run")
     rows = whole.metrics
@@ -178,12 +168,6 @@ def test_a_run_prefers_what_was_chosen_and_resumes_to_the_bit(kind, tmp_path):
         assert rows[0]["margin"] == pytest.approx(0, abs=1e-6)
     assert rows[-1]["margin"] > rows[0]["margin"] + 0.05
     assert rows[-1]["loss"] < rows[0]["loss"]
-    half = tmp_path / "half"  # killed after step 6
-    shutil.copytree(tmp_path / "run", half)
-    for name in ("adapter", "checkpoints/12"):
-        shutil.rmtree(half / name)
-    again = train(config, half)
+    again = check_resumes(config, whole, WEIGHTS, "checkpoints/12")
     for name in ("loss", "margin", "grad_norm"):
         assert [row[name] for row in again.metrics] == [row[name] for row in rows]
-    assert again.validation == whole.validation
-    assert (again.model / WEIGHTS).read_bytes() == (whole.model / WEIGHTS).read_bytes()

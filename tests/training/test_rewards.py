@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import shutil
-
 import numpy as np
 import pytest
 
 import jaxllama as jl
 from jaxllama.errors import JaxLlamaError
-from jaxllama.training import train, train_config_from_dict
+from jaxllama.training import train
 from jaxllama.training.policy import Answers, advantages, coefficients, gap
 from jaxllama.training.rewards import reward_of
 from jaxllama.training.tuning import ObjectiveConfig, RewardConfig
-from tests.helpers.chat_cases import chat_model
+from tests.helpers.chat_cases import chat_run, check_resumes, prompt_file
 
 SCHEMA = {"type": "object", "required": ["sum"], "properties": {"sum": {"type": "integer"}}}
 
@@ -175,32 +172,19 @@ def test_the_first_update_is_the_policy_gradient():
     np.testing.assert_allclose(measured["gap_kl"], want, rtol=1e-5)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("rewards")
-
-
 def config_of(folder, **changes):
-    model, _ = chat_model(folder)
-    prompts = folder / "prompts.jsonl"
     lines = [{"prompt": f"{n:02}"} for n in range(12)]
     lines[0] = {"prompt": [{"role": "user", "content": "a|b"}]}
-    prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
     table = {
         "steps": 4,
         "batch_size": 8,
-        "microbatches": 2,
-        "sequence_length": 64,
         "learning_rate": 0.01,
-        "init_from": str(model),
-        "optimizer": {"warmup_steps": 1, "weight_decay": 0.0},
         "objective": {"kind": "grpo", "beta": 0.01},
-        "data": {"prompts": str(prompts), "validation_prompts": 3},
+        "data": {"prompts": prompt_file(folder, lines), "validation_prompts": 3},
         "rollout": {"samples": 4, "max_new_tokens": 6},
         "reward": {"kind": "function", "function": "tests.training.test_rewards:even"},
-        **changes,
     }
-    return train_config_from_dict(table, "rewards.toml")
+    return chat_run(folder, **table | changes)
 
 
 UNTIMED = ("loss", "reward", "length", "kl", "entropy", "gap_max", "gap_kl", "grad_norm")
@@ -222,15 +206,9 @@ def test_a_run_resumes_to_the_bit(folder):
     assert all(row["gap_max"] < 1e-4 and row["entropy"] > 0 for row in whole.metrics)
     page = (folder / "whole/samples.md").read_text()
     assert "| 0 |" in page and "| 4 |" in page
-    half = folder / "half"
-    shutil.copytree(folder / "whole", half)
-    for name in ("model", "checkpoints/4"):
-        shutil.rmtree(half / name)
-    again = train(config, half)
-    assert numbers(again) == numbers(whole) and again.validation == whole.validation
-    assert (half / "samples.md").read_text() == page
-    name = "model/model.safetensors"
-    assert (half / name).read_bytes() == (folder / "whole" / name).read_bytes()
+    again = check_resumes(config, whole, "model.safetensors", "checkpoints/4")
+    assert numbers(again) == numbers(whole)
+    assert (again.directory / "samples.md").read_text() == page
     assert jl.load(again.model).config.n_layers == 1
 
 

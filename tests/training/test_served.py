@@ -11,27 +11,16 @@ from jaxllama.engine.engine import Engine
 from jaxllama.language_model import LanguageModel
 from jaxllama.training import adapters, samples, step
 from jaxllama.training.batch import Batch
-from jaxllama.training.config import train_config_from_dict
-from jaxllama.training.start import TrainingSetup
 from tests.helpers.models import FAMILIES, HYBRIDS, LATENT, params_of
+from tests.helpers.training_cases import rollout_setup
 
 MODELS = {**FAMILIES, **HYBRIDS, "latent": LATENT}
 NEW, LENGTH = 12, 64
 
 
 def setup_of(cfg, **changes):
-    table = {
-        "steps": 1,
-        "batch_size": 4,
-        "sequence_length": LENGTH,
-        "learning_rate": 1e-3,
-        "init_from": "x",
-        "data": {"prompts": "x"},
-        "rollout": {"max_new_tokens": NEW, "samples": 4, "deterministic": True},
-        "reward": {"kind": "exact"},
-        **changes,
-    }
-    return TrainingSetup(train_config_from_dict(table, "x"), cfg)
+    rollout = {"max_new_tokens": NEW, "samples": 4, "deterministic": True}
+    return rollout_setup(cfg, sequence_length=LENGTH, rollout=rollout, **changes)
 
 
 def asked(cfg, count):

@@ -57,11 +57,6 @@ from tests.helpers.training_cases import (
 OTHER_FAMILIES = ("gemma3_text", "granite", "cohere")
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("training")
-
-
 # The model as training sees it
 
 

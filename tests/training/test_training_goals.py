@@ -40,11 +40,6 @@ from tests.helpers.training_cases import byte_model, rows_of, run_config, token_
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("goals")
-
-
-@pytest.fixture(scope="module")
 def teacher(folder):
     """A Llama that has learned a little, so that there is something to imitate."""
     cfg = byte_model("gqa", tie_embeddings=True, d_ff=64)

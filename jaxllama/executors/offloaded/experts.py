@@ -31,9 +31,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -192,9 +191,6 @@ class ExpertWork:
     _mailbox: Mailbox | None = None
     _loaded: LoadedExperts = dataclasses.field(default_factory=LoadedExperts)
     _flat: dict[ModelUnit, tuple[Tree, FlatParts, _Cold]] = dataclasses.field(default_factory=dict)
-    _spans: dict[tuple[ModelUnit, ...], tuple[list[_Cold], CpuExperts]] = dataclasses.field(
-        default_factory=dict
-    )
 
     @property
     def loads(self) -> int:
@@ -304,7 +300,8 @@ class ExpertWork:
             if kind.sizes is not None and kind.cpu is not None:
                 if self._mailbox is None:
                     self._mailbox = Mailbox(self.store, self.policy, kind.sizes.width)
-                experts = self._of_cpu(units, [cold for _, cold in found])
+                first, *after = (cold for _, cold in found)
+                experts = first.on_cpu(*after)
                 mail = self._mailbox.mail
                 stack.enter_context(self._mailbox.serving(kind.cpu, kind.sizes, experts))
             stream, states, self.fetched, hot = programs.fetched(
@@ -322,16 +319,6 @@ class ExpertWork:
             for (_, cold), own in zip(found, hot, strict=True):
                 cold.hold(own)
         return stream, states
-
-    def _of_cpu(self, units: list[ModelUnit], found: list[_Cold]) -> CpuExperts:
-        """Return the layers' experts in the host's memory; those of a span are stacked once."""
-        if len(found) == 1:
-            return found[0].alone
-        known, experts = self._spans.get(tuple(units), (None, None))
-        if experts is None or known != found:
-            experts = _Cold.on_cpu(found)
-            self._spans[tuple(units)] = found, experts
-        return experts
 
     def _known(self, layer: LayerConfig, unit: ModelUnit, weights: Tree) -> tuple[FlatParts, _Cold]:
         tree, flat, cold = self._flat.get(unit, (None, None, None))
@@ -416,23 +403,23 @@ class _Cold:
         self.has_handlers = all(tensor.layout.is_of_cpu for tensor in tensors)
         self.addresses = tensors[0].addresses, tensors[1].addresses
         self.lock = tensors[0].lock
+        self._on_cpu: dict[tuple[_Cold, ...], CpuExperts] = {}  # by the layers after it in a span
 
     def is_streamed(self, tokens: int) -> bool:
         """Whether the host sends the experts ahead for so many tokens."""
         return streams(self.layer, tokens) and not self.lays_out
 
-    @functools.cached_property
-    def alone(self) -> CpuExperts:
-        return _Cold.on_cpu([self])
+    def on_cpu(self, *after: _Cold) -> CpuExperts:
+        """Return what the CPU's part of this layer and of those after it in a span reads."""
+        if after not in self._on_cpu:
+            self._on_cpu[after] = self._stacked((self, *after))
+        return self._on_cpu[after]
 
-    @staticmethod
-    def on_cpu(found: Sequence[_Cold]) -> CpuExperts:
-        """Return what the CPU's part of these layers reads."""
-
+    def _stacked(self, found: tuple[_Cold, ...]) -> CpuExperts:
         def stacked(parts: list[np.ndarray]) -> Any:
             return jax.device_put(np.stack(parts), cpu()) if parts else None
 
-        patterns = [next(iter(tensor.views.values())) for tensor in found[0].tensors]
+        patterns = [next(iter(tensor.views.values())) for tensor in self.tensors]
         tables = [
             stacked([tensor.leaf_addresses for tensor in each])
             for each in zip(*(cold.tensors for cold in found), strict=True)
@@ -596,7 +583,7 @@ class _Cold:
             x = tokens[np.minimum(places // fan, len(tokens) - 1)]
             kind = CpuKind.of(self.layer, self.layouts)
             with jax.default_device(cpu()):
-                return [(places, programs.computed(kind, self.alone, np.int32(0), x, chosen))]
+                return [(places, programs.computed(kind, self.on_cpu(), np.int32(0), x, chosen))]
         results = []
         for first in range(0, len(experts), ON_CPU):
             group = experts[first : first + ON_CPU]

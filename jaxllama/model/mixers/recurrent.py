@@ -21,7 +21,7 @@ from jaxllama.model.mixers.common import QUANTIZED_CACHE
 from jaxllama.model.records import At, Pieces
 from jaxllama.parallel.mesh import MODEL_AXIS, RowAxis
 from jaxllama.typing import Tree
-from pallas_kernels.fixed_sums import has_fixed_sums, rounded
+from pallas_kernels.fixed_sums import rounded
 from pallas_kernels.operands import short_repr
 from pallas_kernels.rows.rms_norm import rms_norm
 from pallas_kernels.transform import equally_varying
@@ -151,27 +151,15 @@ def _loop(
     return jax.lax.fori_loop(jnp.zeros_like(longest), longest, body, (o, state))
 
 
+@functools.partial(jax.checkpoint, static_argnums=(2, 4))
 def gated_norm(
-    o: jax.Array, weight: jax.Array, eps: float, gate: jax.Array | None, activation: str = "silu"
+    o: jax.Array, weight: jax.Array, eps: float, gate: jax.Array | None, activation: str
 ) -> jax.Array:
     """Return ``rms_norm(o) * activation(gate)`` over the last axis, in o's dtype.
 
     It is computed in float32 with one cast. A backward pass keeps o and gate as they are, and
     computes the float32 arrays between them and the result again. activation: "silu" or "sigmoid".
     """
-    return _gated_norm(o, weight, gate, eps, activation, has_fixed_sums())
-
-
-@functools.partial(jax.checkpoint, static_argnums=(3, 4, 5))
-def _gated_norm(
-    o: jax.Array,
-    weight: jax.Array,
-    gate: jax.Array | None,
-    eps: float,
-    activation: str,
-    fixed: bool,
-) -> jax.Array:
-    del fixed  # jax keeps a trace for each value
     y = rms_norm(o, weight, eps, out_dtype=jnp.float32)
     if gate is not None:
         y = y * getattr(jax.nn, activation)(gate.astype(jnp.float32))

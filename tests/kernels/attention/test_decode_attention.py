@@ -24,7 +24,7 @@ from pallas_kernels.device import block_bytes, gpu, gpu_named
 from pallas_kernels.dispatch import Reason
 from tests.helpers import warp_emulator
 from tests.helpers.arrays import as_jax
-from tests.helpers.cache_cases import heads_of, poisoned, values_of
+from tests.helpers.cache_cases import heads_of, poisoned, rotation, softmax, values_of
 from tests.helpers.cases import each_once
 from tests.helpers.delta_cases import relative_rms
 from tests.helpers.lowering import kernels_in, lowered
@@ -44,29 +44,6 @@ def as_cache(x, dtype):
     return _quantize(x, dtype) if dtype in QUANTIZED else x.astype(dtype)
 
 
-def rotation(h):
-    """Sylvester's matrix of width h over its square root."""
-    matrix = np.ones((1, 1))
-    while len(matrix) < h:
-        matrix = np.kron(matrix, [[1, 1], [1, -1]])
-    return matrix * h**-0.5
-
-
-def oracle(q, k, v, lengths, window=None):
-    """In float64; int4 values are in a basis of their own, and the result is not."""
-    int4 = v.dtype == jnp.int4
-    q, k, v = map(values_of, (q, k, v))
-    group, out = q.shape[1] // k.shape[2], np.zeros_like(q)
-    for row, length in enumerate(np.asarray(lengths)):
-        first = 0 if window is None else max(0, length - window)
-        for head in range(q.shape[1]) if length else ():
-            keys = k[row, first:length, head // group]
-            scores = keys @ q[row, head] * q.shape[-1] ** -0.5
-            weights = np.exp(scores - scores.max())
-            out[row, head] = weights @ v[row, first:length, head // group] / weights.sum()
-    return out @ rotation(out.shape[-1]) if int4 else out
-
-
 @pytest.mark.core
 @pytest.mark.parametrize(
     "heads, window, capacity",
@@ -76,7 +53,7 @@ def oracle(q, k, v, lengths, window=None):
 def test_the_xla_form_and_the_reference_are_a_float64_softmax(heads, window, capacity):
     """In one block of keys and in several; narrow caches are in ``test_pages``."""
     q, k, v, lengths = heads_of(7, capacity, *heads, 64)
-    want = oracle(q, k, v, lengths, window)
+    want = softmax(q, k, v, lengths, window)
     assert not want[0].any()  # no keys, no output
     k, v = poisoned(k, lengths), poisoned(v, lengths)
     xla = functools.partial(decode_attention, implementation="xla")
@@ -278,6 +255,12 @@ KERNELS = (
 )
 
 
+def emulation(*more: str):
+    """Within, the kernels of attention compute here, and those of more modules."""
+    names = *KERNELS, "pages", *more
+    return emulated(*(importlib.import_module(f"pallas_kernels.attention.{x}") for x in names))
+
+
 def direct_rows(monkeypatch, direct, rows):
     """Up to so many rows of any length go to the direct kernel."""
     card, limits = direct.gpu, {"direct_rows": rows, "direct_tokens": 1 << 30}
@@ -312,11 +295,9 @@ def test_the_kernel_emulated_is_a_float64_softmax(case, monkeypatch):
     q, k, v, _ = heads_of(4, capacity, *heads, cache, q_dtype)
     lengths = as_jax([capacity, 0, 1, capacity // 2 + 3], jnp.int32)
     k, v = poisoned(k, lengths), poisoned(v, lengths)
-    with emulated(
-        *(importlib.import_module(f"pallas_kernels.attention.{name}") for name in KERNELS)
-    ):
+    with emulation():
         got = decode_attention(q, k, v, lengths, window=window, implementation="mosaic")
-    want = oracle(q, k, v, lengths, window)
+    want = softmax(q, k, v, lengths, window)
     assert relative_rms(got, want) < 4e-3
     assert not np.asarray(got, np.float32)[1].any()
 
@@ -493,7 +474,7 @@ def test_the_kernel_is_a_float64_softmax(heads, cache, window, monkeypatch):
             window=window,
             implementation="mosaic",
         )
-        assert relative_rms(got, oracle(q, k, v, lengths, window)) < 4e-3
+        assert relative_rms(got, softmax(q, k, v, lengths, window)) < 4e-3
         again = run(q, k, v, lengths, window=window, implementation="mosaic")
         assert np.array_equal(np.asarray(got, np.float32), np.asarray(again, np.float32))
 
@@ -503,7 +484,7 @@ def test_the_kernel_is_a_float64_softmax(heads, cache, window, monkeypatch):
 def test_the_kernel_with_float16_queries(cache):
     q, k, v, lengths = heads_of(7, 700, 8, 2, 128, cache, "float16")
     got = decode_attention(q, k, v, lengths, implementation="mosaic")
-    assert relative_rms(got, oracle(q, k, v, lengths)) < 4e-3
+    assert relative_rms(got, softmax(q, k, v, lengths)) < 4e-3
 
 
 @pytest.mark.gpu

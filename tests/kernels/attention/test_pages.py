@@ -6,7 +6,6 @@ What no row owns is NaN where a number can be, and entries past a row's own page
 from __future__ import annotations
 
 import functools
-import importlib
 
 import jax
 import jax.numpy as jnp
@@ -20,20 +19,18 @@ from pallas_kernels.attention.rope_attention import rope_and_attend
 from pallas_kernels.attention.rope_cache import norm_heads, rope_and_write, store
 from pallas_kernels.dispatch import Reason
 from tests.helpers.arrays import as_jax
-from tests.helpers.cache_cases import heads_of, in_pages, poisoned, same, values_of
+from tests.helpers.cache_cases import heads_of, in_pages, poisoned, same, softmax, values_of
 from tests.helpers.cases import each_once, slow
 from tests.helpers.delta_cases import relative_rms
 from tests.helpers.lowering import kernels_in, lowered
-from tests.helpers.warp_emulator import emulated
 from tests.kernels.attention.test_decode_attention import (
     CACHES,
-    KERNELS,
     MOSAIC_CACHES,
     NEWEST,
     as_cache,
+    emulation,
     form_given,
     kernels_of,
-    oracle,
 )
 from tests.kernels.attention.test_rope_attention import case as step_of_rows
 from tests.kernels.attention.test_rope_attention import norm_of
@@ -70,7 +67,7 @@ def test_attention_through_a_table_is_that_of_the_rows(cache, page, window):
         step = jax.jit(form, static_argnames="window")
         want = step(q, *rows, lengths, window=window)
         same(step(q, *pages, lengths, window=window, table=table), want)
-        assert relative_rms(want, oracle(q, *rows, lengths, window)) < 1e-5
+        assert relative_rms(want, softmax(q, *rows, lengths, window)) < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -145,6 +142,12 @@ def written(pages, rows, table, page):
     return pages
 
 
+def have_tokens(got, pages, after, table, page, at):
+    """``got`` are ``pages`` with the tokens of the rows ``after`` that stand at ``at``."""
+    for x, before, want in zip(got, pages, after, strict=True):
+        same(x, written(before, {place: token(want, place) for place in at}, table, page))
+
+
 PAGED = [*zip(["float32", *CACHES], [4, 64] * 3, strict=True)]
 
 
@@ -161,10 +164,7 @@ def test_a_step_writes_where_the_table_says_and_nowhere_else(cache, page):
     q, *after = jax.jit(rope_and_write)(*new, *rows, slots)
     got_q, *got = jax.jit(rope_and_write)(*new, *pages, slots, table=table)
     same(got_q, q)
-    tokens = {(b, int(slots[b])): b for b in (0, 1, 4, 5)}
-    for x, before, want in zip(got, pages, after, strict=True):
-        where = {at: token(want, at) for at in tokens}
-        same(x, written(before, where, table, page))
+    have_tokens(got, pages, after, table, page, [(b, int(slots[b])) for b in (0, 1, 4, 5)])
 
 
 @pytest.mark.parametrize(
@@ -250,7 +250,6 @@ def test_a_bad_table_is_named():
         decode_attention(q, k, v[:, :8], lengths, table=table)
 
 
-PAGED_KERNELS = *KERNELS, "pages", "rope_cache_kernel"
 EMULATED = [  # form, capacity, page, heads, cache, q, window
     ("direct", 320, 32, (8, 2, 64), "bfloat16", "bfloat16", None),
     ("direct", 320, 64, (6, 3, 128), "float16", "float16", 40),
@@ -274,12 +273,6 @@ EMULATED = [  # form, capacity, page, heads, cache, q, window
 ]
 
 
-def emulation():
-    return emulated(
-        *(importlib.import_module(f"pallas_kernels.attention.{name}") for name in PAGED_KERNELS)
-    )
-
-
 @pytest.mark.skipif(not NEWEST, reason="Mosaic kernels need jax >= 0.11.2")
 @pytest.mark.parametrize("case", EMULATED, ids=str)
 def test_the_kernel_emulated_reads_through_the_table(case, monkeypatch):
@@ -291,11 +284,11 @@ def test_the_kernel_emulated_reads_through_the_table(case, monkeypatch):
     k, v = poisoned(k, lengths), poisoned(v, lengths)
     pages, table = in_pages((k, v), page, lengths)
     options = {"window": window, "implementation": "mosaic"}
-    with emulation():
+    with emulation("rope_cache_kernel"):
         got = decode_attention(q, *pages, lengths, table=table, **options)
         want = decode_attention(q, k, v, lengths, **options)
     same(got, want)
-    assert relative_rms(got, oracle(q, k, v, lengths, window)) < 4e-3
+    assert relative_rms(got, softmax(q, k, v, lengths, window)) < 4e-3
     assert not np.asarray(got, np.float32)[1].any()
 
 
@@ -305,15 +298,14 @@ def test_the_write_kernel_emulated_writes_where_the_table_says(cache, page):
     dtype = "float16" if cache == "float16" else "bfloat16"
     (qkv, cos, sin), rows, pages, slots, table = rope_case(cache, page)
     new = qkv.astype(dtype), cos, sin
-    with emulation():
+    with emulation("rope_cache_kernel"):
         q, *after = rope_and_write(*new, *rows, slots, implementation="mosaic")
         got_q, *got = rope_and_write(*new, *pages, slots, table=table, implementation="mosaic")
     same(got_q, q)
     _, *plain = rope_and_write(*new, *rows, slots)
-    tokens = {(b, int(slots[b])) for b in (0, 1, 4, 5)}
-    for x, before, want, expected in zip(got, pages, after, plain, strict=True):
-        same(x, written(before, {at: token(want, at) for at in tokens}, table, page))
-        want, expected = values_of(want), values_of(expected)
+    tokens = [(b, int(slots[b])) for b in (0, 1, 4, 5)]
+    have_tokens(got, pages, after, table, page, tokens)
+    for want, expected in zip(map(values_of, after), map(values_of, plain), strict=True):
         for at in tokens:  # a tie may round either way
             assert relative_rms(want[at], expected[at]) < 0.02
 
@@ -338,15 +330,13 @@ def test_the_one_kernel_emulated_through_a_table(case, monkeypatch):
     table = without_page(table, 5, int(slots[5]) // page)
     norm = norm_of(new) if normed else None
     options = {"window": window, "norm": norm, "implementation": "mosaic"}
-    with emulation():
+    with emulation("rope_cache_kernel"):
         out, *after = rope_and_attend(*new, *rows, slots, **options)
         got, *got_pages = rope_and_attend(*new, *pages, slots, table=table, **options)
     out = np.array(out)
     out[5] = 0
     same(got, out)
-    tokens = {(b, int(slots[b])) for b in (0, 2, 3)}
-    for x, before, want in zip(got_pages, pages, after, strict=True):
-        same(x, written(before, {at: token(want, at) for at in tokens}, table, page))
+    have_tokens(got_pages, pages, after, table, page, [(b, int(slots[b])) for b in (0, 2, 3)])
 
 
 def step_case(capacity, heads, dtype):
@@ -441,7 +431,7 @@ def test_the_kernel_reads_through_the_table(heads, cache, window, monkeypatch):
         pages, table = in_pages((k, v), page, lengths)
         run = jax.jit(functools.partial(decode_attention, window=window, implementation="mosaic"))
         got = run(q, *pages, lengths, table=table)
-        assert relative_rms(got, oracle(q, k, v, lengths, window)) < 4e-3
+        assert relative_rms(got, softmax(q, k, v, lengths, window)) < 4e-3
         same(run(q, *pages, lengths, table=table), got)
         same(got, run(q, k, v, lengths))
 
@@ -455,9 +445,7 @@ def test_the_kernels_write_where_the_table_says(cache):
     q, *after = step(*new, *rows, slots)
     got_q, *got = step(*new, *pages, slots, table=table)
     same(got_q, q)
-    tokens = {(b, int(slots[b])) for b in (0, 1, 4, 5)}
-    for x, before, want in zip(got, pages, after, strict=True):
-        same(x, written(before, {at: token(want, at) for at in tokens}, table, 64))
+    have_tokens(got, pages, after, table, 64, [(b, int(slots[b])) for b in (0, 1, 4, 5)])
 
 
 @pytest.mark.gpu
@@ -473,6 +461,4 @@ def test_the_one_kernel_through_a_table(window, monkeypatch):
         out, *after = step(*new, *rows, slots)
         got, *got_pages = step(*new, *pages, slots, table=table)
         same(got, out.at[5].set(0))
-        tokens = {(b, int(slots[b])) for b in (0, 2, 3)}
-        for x, before, want in zip(got_pages, pages, after, strict=True):
-            same(x, written(before, {at: token(want, at) for at in tokens}, table, page))
+        have_tokens(got_pages, pages, after, table, page, [(b, int(slots[b])) for b in (0, 2, 3)])

@@ -20,7 +20,7 @@ from pallas_kernels.device import gpu
 from pallas_kernels.dispatch import Reason
 from pallas_kernels.qtensor import QTensor
 from tests.helpers.arrays import as_jax
-from tests.helpers.cache_cases import heads_of, poisoned, values_of
+from tests.helpers.cache_cases import heads_of, poisoned, softmax, values_of
 from tests.helpers.delta_cases import relative_rms
 from tests.helpers.lowering import kernels_in, lowered
 from tests.helpers.warp_emulator import emulated
@@ -28,7 +28,6 @@ from tests.kernels.attention.test_decode_attention import (
     NEWEST,
     direct_rows,
     kernels_of,
-    oracle,
 )
 
 DIRECT = importlib.import_module("pallas_kernels.attention.direct")
@@ -70,7 +69,7 @@ def check(args, window, bound, implementation, norm=None):
     write = jax.jit(rope_and_write, static_argnames="implementation")
     q, want_k, want_v = write(*args, implementation="xla")
     slots = np.asarray(slots)
-    want = oracle(q, want_k, want_v, np.where(slots < capacity, slots + 1, 0), window)
+    want = softmax(q, want_k, want_v, np.where(slots < capacity, slots + 1, 0), window)
     assert relative_rms(out, want) < bound
     assert not np.asarray(out, np.float32)[slots >= capacity].any()
     for got, expected in ((k, want_k), (v, want_v)):

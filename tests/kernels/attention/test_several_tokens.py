@@ -6,7 +6,6 @@ Errors are those of ``test_decode_attention``.
 from __future__ import annotations
 
 import functools
-import importlib
 
 import jax
 import jax.numpy as jnp
@@ -16,19 +15,17 @@ import pytest
 from pallas_kernels.attention.op import decode_attention, decode_attention_reference, plan
 from pallas_kernels.dispatch import Reason
 from tests.helpers.arrays import as_jax
-from tests.helpers.cache_cases import heads_of, in_pages, poisoned
+from tests.helpers.cache_cases import heads_of, in_pages, poisoned, softmax
 from tests.helpers.cases import each_once
 from tests.helpers.delta_cases import relative_rms
 from tests.helpers.lowering import kernels_in, lowered
-from tests.helpers.warp_emulator import emulated
 from tests.kernels.attention.test_decode_attention import (
-    KERNELS,
     MOSAIC_CACHES,
     NEWEST,
     as_cache,
+    emulation,
     form_given,
     kernels_of,
-    oracle,
 )
 
 
@@ -44,14 +41,6 @@ def case(tokens, capacity, heads, cache, q_dtype="bfloat16"):
     return q, poisoned(k, longest), poisoned(v, longest), as_jax(lengths, jnp.int32)
 
 
-def want_of(q, k, v, lengths, window):
-    """Token by token, of a cache without what nobody may see."""
-    k, v = (jax.tree.map(without_nan, x) for x in (k, v))
-    q, lengths = np.asarray(q), np.asarray(lengths)
-    each = [oracle(q[:, t], k, v, lengths[:, t], window) for t in range(q.shape[1])]
-    return np.stack(each, axis=1)
-
-
 def without_nan(x):
     x = np.array(x)
     if jnp.issubdtype(x.dtype, jnp.floating):
@@ -64,7 +53,7 @@ def without_nan(x):
 )
 def test_the_xla_form_and_the_reference_are_a_float64_softmax(cache, window):
     q, k, v, lengths = case(3, 90, (6, 2, 64), cache, "float32")
-    want = want_of(q, k, v, lengths, window)
+    want = softmax(q, k, v, lengths, window)
     xla = functools.partial(decode_attention, implementation="xla")
     for form in (xla, decode_attention_reference):
         got = jax.jit(form, static_argnames="window")(q, k, v, lengths, window=window)
@@ -143,12 +132,10 @@ def test_the_kernel_emulated_is_a_float64_softmax(given, monkeypatch):
     form, tokens, capacity, heads, cache, q_dtype, window, page = given
     form_given(monkeypatch, form)
     q, k, v, lengths = case(tokens, capacity, heads, cache, q_dtype)
-    want, table = want_of(q, k, v, lengths, window), None
+    want, table = softmax(q, k, v, lengths, window), None
     if page is not None:
         (k, v), table = in_pages((k, v), page, np.asarray(lengths).max(axis=1))
-    with emulated(
-        *(importlib.import_module(f"pallas_kernels.attention.{x}") for x in (*KERNELS, "pages"))
-    ):
+    with emulation():
         got = decode_attention(
             q, k, v, lengths, window=window, table=table, implementation="mosaic"
         )
@@ -183,7 +170,7 @@ def test_the_kernel_is_a_float64_softmax(tokens, heads, cache, page, window, mon
     for form, capacity in (("blocks", 96), ("clusters", 960), ("chunks", 960)):
         form_given(monkeypatch, form)
         q, k, v, lengths = case(tokens, capacity, heads, cache)
-        want, table = want_of(q, k, v, lengths, window), None
+        want, table = softmax(q, k, v, lengths, window), None
         if page is not None:
             (k, v), table = in_pages((k, v), page, np.asarray(lengths).max(axis=1))
         run = jax.jit(decode_attention, static_argnames=("window", "implementation"))

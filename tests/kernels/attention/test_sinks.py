@@ -6,7 +6,6 @@ Errors are those of ``test_decode_attention``.
 from __future__ import annotations
 
 import functools
-import importlib
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +16,10 @@ from jaxllama.model.mixers.attention import chunk
 from jaxllama.model.mixers.attention import cudnn as cudnn_attention
 from pallas_kernels.attention.op import decode_attention, decode_attention_reference
 from pallas_kernels.attention.rope_attention import rope_and_attend
-from tests.helpers.cache_cases import heads_of, in_pages, poisoned, values_of
+from tests.helpers.cache_cases import heads_of, in_pages, poisoned, softmax
 from tests.helpers.delta_cases import relative_rms
-from tests.helpers.warp_emulator import emulated
-from tests.kernels.attention.test_decode_attention import KERNELS, NEWEST, form_given, rotation
-from tests.kernels.attention.test_several_tokens import case, without_nan
+from tests.kernels.attention.test_decode_attention import NEWEST, emulation, form_given
+from tests.kernels.attention.test_several_tokens import case
 from tests.model.test_cudnn_attention import plain
 
 
@@ -30,25 +28,6 @@ def sinks_for(n, seed=3):
     sinks = np.random.default_rng(seed).standard_normal(n).astype(np.float32) * 3
     sinks[0], sinks[-1] = -np.inf, 40.0
     return jnp.asarray(sinks)
-
-
-def oracle(q, k, v, lengths, sinks, window=None):
-    """In float64, token by token: ``q [B, T, N, H]``, ``lengths [B, T]``."""
-    int4 = v.dtype == jnp.int4
-    q, k, v = (values_of(jax.tree.map(without_nan, x)) for x in (q, k, v))
-    sinks, out = np.asarray(sinks, np.float64), np.zeros_like(q)
-    group = q.shape[2] // k.shape[2]
-    for row, token in np.ndindex(*lengths.shape):
-        length = int(lengths[row, token])
-        first = 0 if window is None else max(0, length - window)
-        for head in range(q.shape[2]) if length else ():
-            keys = k[row, first:length, head // group]
-            scores = keys @ q[row, token, head] * q.shape[-1] ** -0.5
-            top = max(scores.max(), sinks[head])
-            weights = np.exp(scores - top)
-            total = weights.sum() + np.exp(sinks[head] - top)
-            out[row, token, head] = weights @ v[row, first:length, head // group] / total
-    return out @ rotation(out.shape[-1]) if int4 else out
 
 
 @pytest.mark.parametrize(
@@ -64,7 +43,7 @@ def test_the_forms_of_this_machine_are_a_float64_softmax(cache, window):
     """XLA's in one block and in several, the reference, and the CPU's handler; of pages too."""
     q, k, v, lengths = case(3, 150, (6, 2, 64), cache, "float32")
     sinks = sinks_for(6)
-    want = oracle(q, k, v, lengths, sinks, window)
+    want = softmax(q, k, v, lengths, window, sinks)
     xla, cpu = (functools.partial(decode_attention, implementation=x) for x in ("xla", "cpu"))
     for form in (xla, cpu, decode_attention_reference):
         got = jax.jit(form, static_argnames="window")(q, k, v, lengths, window=window, sinks=sinks)
@@ -104,7 +83,7 @@ def test_the_gradient_of_a_sink_is_the_difference_quotient():
         )
 
     def value(sinks):
-        return np.sum(weights[:, None] * oracle(q[:, None], k, v, lengths[:, None], sinks))
+        return np.sum(weights[:, None] * softmax(q, k, v, lengths, None, sinks)[:, None])
 
     moved = np.asarray(sinks, np.float64) + 1e-5 * np.concatenate([np.eye(4), -np.eye(4)])
     values = np.asarray([value(x) for x in moved])
@@ -121,7 +100,7 @@ def test_a_prompts_forms_agree_with_float64(window, monkeypatch):
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.standard_normal((2, 150, n, 64)), jnp.float32) for n in (6, 2, 2))
     sinks, positions = sinks_for(6), jnp.tile(jnp.arange(150, dtype=jnp.int32), (2, 1))
-    want = oracle(q, k, v, np.asarray(positions) + 1, sinks, window)
+    want = softmax(q, k, v, np.asarray(positions) + 1, window, sinks)
     call = window, None, None
 
     def xla(q, k, v, sinks):
@@ -154,7 +133,7 @@ def test_a_chunk_after_a_past_by_cudnn_is_the_same(window, monkeypatch):
     q, k, v = (jnp.asarray(rng.standard_normal((2, 150, n, 64)), jnp.float32) for n in (6, 2, 2))
     sinks = sinks_for(6)
     lengths = np.tile(np.arange(1, 151), (2, 1))
-    want = oracle(q, k, v, lengths, sinks, window)[:, 110:]
+    want = softmax(q, k, v, lengths, window, sinks)[:, 110:]
     monkeypatch.setattr(cudnn_attention, "_with_log_sum", plain)
     new = (x[:, 110:] for x in (q, k, v))
     got = cudnn_attention.extend(
@@ -182,16 +161,13 @@ def test_the_kernels_emulated_are_a_float64_softmax(given, monkeypatch):
         q, k, v, _ = heads_of(4, capacity, *heads, cache, "bfloat16")
         lengths = jnp.asarray([capacity, 0, 1, capacity // 2 + 3], jnp.int32)
         k, v = poisoned(k, lengths), poisoned(v, lengths)
-        several = q[:, None], lengths[:, None]
     else:
         q, k, v, lengths = case(tokens, capacity, heads, cache)
-        several = q, lengths
     sinks = sinks_for(heads[0])
-    modules = (importlib.import_module(f"pallas_kernels.attention.{name}") for name in KERNELS)
-    with emulated(*modules):
+    with emulation():
         got = decode_attention(
             q, k, v, lengths, window=window, sinks=sinks, implementation="mosaic"
         )
-    want = oracle(several[0], k, v, np.asarray(several[1]), sinks, window).reshape(got.shape)
+    want = softmax(q, k, v, lengths, window, sinks)
     assert relative_rms(got, want) < 4e-3
     assert not np.asarray(got, np.float32)[np.asarray(lengths) == 0].any()

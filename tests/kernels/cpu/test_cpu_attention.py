@@ -22,7 +22,15 @@ from pallas_kernels.cpu.handler import CpuPlan
 from pallas_kernels.cpu.scores import PART
 from pallas_kernels.cpu.target import TARGETS, VARIABLE
 from tests.helpers.arrays import as_jax
-from tests.helpers.cache_cases import cache_of, heads_of, in_pages, poisoned, same, values_of
+from tests.helpers.cache_cases import (
+    cache_of,
+    heads_of,
+    in_own_basis,
+    in_pages,
+    poisoned,
+    same,
+    softmax,
+)
 from tests.helpers.cases import each_once, slow
 from tests.helpers.cpu_cases import GuardedPages, error, native, same_bits_under_load, stored
 
@@ -31,31 +39,6 @@ TOLERANCE = 1e-6
 
 
 HEADS = 6, 2, 64  # of most tests, so that their programs are generated once
-
-
-def in_own_basis(v, out):
-    """The handler's result, which of an int4 cache is in the cache's basis: Hadamard's matrix over
-    the largest power of two that divides the head."""
-    if v.dtype != jnp.int4:
-        return out
-    matrix = np.ones((1, 1))
-    while out.shape[-1] % (2 * len(matrix)) == 0:
-        matrix = np.kron(matrix, [[1, 1], [1, -1]])
-    parts = out.reshape(*out.shape[:-1], -1, len(matrix))
-    return (parts @ matrix * len(matrix) ** -0.5).reshape(out.shape)
-
-
-def softmax(q, k, v, lengths, window=None):
-    """The attention in float64."""
-    kept, q, keys, values = v, *map(values_of, (q, k, v))
-    group, out = q.shape[1] // keys.shape[2], np.zeros_like(q)
-    for row, length in enumerate(np.asarray(lengths)):
-        seen = slice(0 if window is None else max(0, length - window), length)
-        for head in range(q.shape[1]) if length else ():
-            scores = keys[row, seen, head // group] @ q[row, head] * q.shape[-1] ** -0.5
-            weights = np.exp(scores - scores.max())
-            out[row, head] = weights @ values[row, seen, head // group] / weights.sum()
-    return in_own_basis(kept, out)
 
 
 def new_token(capacity, heads, dtype="float32", cache=None, batch=5):

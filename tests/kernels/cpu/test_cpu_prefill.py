@@ -21,7 +21,7 @@ from pallas_kernels.cpu.prefill import Prefill
 from pallas_kernels.cpu.target import TARGETS, VARIABLE
 from pallas_kernels.dispatch import choices
 from tests.helpers.arrays import as_jax
-from tests.helpers.cache_cases import heads_of, in_pages, poisoned, same, values_of
+from tests.helpers.cache_cases import attended, heads_of, in_pages, poisoned, same
 from tests.helpers.cases import each_once, slow
 from tests.helpers.cpu_cases import GuardedPages, error, native, same_bits_under_load, stored
 from tests.kernels.cpu.test_cpu_attention import CACHES
@@ -38,19 +38,6 @@ def case(cache, heads, tokens, capacity, first, seed=0):
     positions = np.asarray(first)[:, None] + np.arange(tokens)
     k, v = poisoned((k, v), np.asarray(first) + tokens)
     return q, k, v, as_jax(positions, jnp.int32)
-
-
-def oracle(q, k, v, positions, window=None):
-    """In float64, in the cache's basis."""
-    q, k, v = map(values_of, (q, k, v))
-    group, out = q.shape[2] // k.shape[2], np.zeros_like(q)
-    for (row, t), end in np.ndenumerate(np.asarray(positions) + 1):
-        first = 0 if window is None else max(0, end - window)
-        for head in range(q.shape[2]) if end else ():
-            scores = k[row, first:end, head // group] @ q[row, t, head] * q.shape[-1] ** -0.5
-            weights = np.exp(scores - scores.max())
-            out[row, t, head] = weights @ v[row, first:end, head // group] / weights.sum()
-    return out
 
 
 def by_hand(q, k, v, positions, table=None, window=None, threads=1, on=None, place=lambda a: a):
@@ -85,7 +72,7 @@ def test_it_is_a_float64_softmax(cache, heads, window):
     q, k, v, positions = case(cache, heads, 70, 224, [0, 130, 99])
     positions = np.array(positions)
     positions[0, :2] = -1  # they see nothing
-    want = oracle(q, k, v, positions, window)
+    want = attended(q, k, v, positions + 1, window)
     got = by_hand(q, k, v, positions, window=window)
     assert error(got, want) < TOLERANCE
     assert not got[0, :2].any()
@@ -117,7 +104,7 @@ def test_shapes_of_any_size_on_guarded_pages(seeds):
         heads = n_kv * group, n_kv, width
         q, k, v, positions = case(cache, heads, tokens, capacity, first, seed)
         window = int(rng.integers(1, capacity)) if seed % 3 == 0 else None
-        want, table = oracle(q, k, v, positions, window), None
+        want, table = attended(q, k, v, positions + 1, window), None
         if seed % 2:
             page = next(p for p in (16, 5) if capacity % p == 0)
             (k, v), table = in_pages((k, v), page, first + tokens, seed)

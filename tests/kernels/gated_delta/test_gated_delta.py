@@ -19,7 +19,18 @@ from pallas_kernels.recurrence import groups
 from tests.helpers.arrays import as_jax
 from tests.helpers.cases import slow
 from tests.helpers.delta_cases import oracle
-from tests.kernels.gla.test_gla import BOUND, GATES, error, exponents_of, zeros
+from tests.kernels.gla.test_gla import (
+    BOUND,
+    GATES,
+    check_lengths,
+    check_rows,
+    check_segments,
+    check_steps,
+    cotangents,
+    error,
+    exponents_of,
+    zeros,
+)
 
 NAMES = ("o", "s", "dq", "dk", "dv", "dg", "db", "ds")
 
@@ -44,12 +55,6 @@ def values_and_gradients(q, k, v, g, beta, s, d_o, d_s, **options):
 
     out, pull = jax.vjp(run, q, k, v, g, beta, s)
     return *out, *pull((d_o, d_s))
-
-
-def cotangents(v, s, seed=9):
-    rng = np.random.default_rng(seed)
-    d_o = as_jax(rng.standard_normal(v.shape), v.dtype)
-    return d_o, as_jax(rng.standard_normal(s.shape), jnp.float32)
 
 
 def check(got, want, bound, names=NAMES):
@@ -111,15 +116,8 @@ def hard(t, d_k, d_v, dtype, decay, seed=2):
     ],
 )
 def test_stability_promise(dtype, t, d_k, d_v, decay):
-    q, k, v, g, beta, s = hard(t, d_k, d_v, dtype, decay)
-    d_o, d_s = cotangents(v, s)
-    got = [np.asarray(x) for x in values_and_gradients(q, k, v, g, beta, s, d_o, d_s)]
-    want = oracle(q, k, v, g, beta, s, d_o, d_s)
-    for name, x, y in zip(NAMES, got, want, strict=True):
-        assert np.isfinite(x.astype(np.float32)).all(), name
-        for row in range(4):
-            assert error(x[row], y[row]) < BOUND[dtype], (name, row)
-    assert not got[5][np.exp(np.asarray(g)) == 0].any()
+    given = hard(t, d_k, d_v, dtype, decay)
+    check_rows(values_and_gradients, oracle, NAMES, given, BOUND[dtype])
 
 
 @pytest.mark.core
@@ -164,64 +162,20 @@ def test_gradients_of_grouped_normalized_heads(decay):
 
 
 def test_lengths_keep_padding_out_of_values_and_gradients():
-    *inputs, s = make(4, 150, 2, 16, 24)
-    d_o, d_s = cotangents(inputs[2], s)
-    lengths = [150, 0, 64, 77]
-    padded = np.arange(150)[None, :] >= np.asarray(lengths)[:, None]
-    *inputs, s, d_o, d_s = map(np.array, (*inputs, s, d_o, d_s))
-    spoiled = [x.copy() for x in (*inputs, d_o)]
-    for x in spoiled:
-        x[padded] = np.nan
-    got = values_and_gradients(*spoiled[:5], s, spoiled[5], d_s, lengths=as_jax(lengths, jnp.int32))
-    got = [np.asarray(x) for x in got]
-    for row, n in enumerate(lengths):
-        want = oracle(
-            *(x[row : row + 1, :n] for x in inputs),
-            s[row : row + 1],
-            d_o[row : row + 1, :n],
-            d_s[row : row + 1],
-        )
-        for name, x, y in zip(NAMES, got, want, strict=True):
-            if name in ("s", "ds"):
-                assert error(x[row], y[0]) < BOUND["float32"]
-            else:
-                assert not x[row, n:].any()
-                assert n == 0 or error(x[row, :n], y[0]) < BOUND["float32"], (row, name)
+    check_lengths(values_and_gradients, oracle, NAMES, make(4, 150, 2, 16, 24))
 
 
 def test_packed_segments_are_separate_calls():
-    *inputs, s = make(1, 200, 2, 16, 24, decay="channel")
-    d_o, d_s = cotangents(inputs[2], s)
-    starts = [0, 1, 65, 130, 200]
-    ids = np.repeat([5, 3, 5, 0], np.diff(starts))[None]
-    *inputs, s, d_o, d_s = map(np.asarray, (*inputs, s, d_o, d_s))
-    got = values_and_gradients(*inputs, s, d_o, d_s, segment_ids=as_jax(ids, jnp.int32))
-    got = [np.asarray(x) for x in got]
-    for i, (a, b) in enumerate(zip(starts[:-1], starts[1:], strict=True)):
-        first, last = i == 0, i == len(starts) - 2
-        part = [x[:, a:b] for x in inputs]
-        want = oracle(*part, s if first else 0 * s, d_o[:, a:b], d_s if last else 0 * d_s)
-        for name, x, y in zip(NAMES, got, want, strict=True):
-            if name not in ("s", "ds"):
-                y = y.copy()
-                if name == "dg" and not first:
-                    y[:, 0] = 0  # the decay that was replaced by a reset
-                assert error(x[:, a:b], y) < BOUND["float32"], (i, name)
-            elif (last, first)[name == "ds"]:
-                assert error(x, y) < BOUND["float32"], (i, name)
+    inputs = make(1, 200, 2, 16, 24, decay="channel")
+    check_segments(values_and_gradients, oracle, NAMES, inputs)
 
 
 @pytest.mark.core
 @pytest.mark.parametrize("decay", ["head", "channel"])
 def test_steps_are_the_sequence(decay):
-    *inputs, s = make(2, 20, 4, 16, 24, key_heads=2, decay=decay)
-    want, want_state = oracle(*inputs, s, normalize=True)
+    inputs = make(2, 20, 4, 16, 24, key_heads=2, decay=decay)
     step = jax.jit(functools.partial(gated_delta_step, normalize_qk=True), donate_argnums=5)
-    inputs = [np.asarray(x) for x in inputs]
-    for t in range(20):
-        o, s = step(*(x[:, t] for x in inputs), s)
-        assert error(o, want[:, t]) < BOUND["float32"]
-    assert error(s, want_state) < BOUND["float32"] and s.dtype == jnp.float32
+    check_steps(step, inputs, oracle(*inputs, normalize=True))
 
 
 def test_no_decay_is_the_delta_rule_and_beta_0_keeps_the_state():

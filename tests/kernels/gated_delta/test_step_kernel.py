@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.arrays import as_jax
+from tests.helpers.delta_cases import oracle
 from tests.helpers.lowering import kernels_in, lowered
 from tests.helpers.warp_emulator import emulated
 
@@ -34,15 +35,6 @@ def step_case(b, hk, h, dk, dv, by_channel, dtype):
     return q, k, v, *(as_jax(x, jnp.float32) for x in (g, beta, state))
 
 
-def step_float64(q, k, v, g, beta, state, scale):
-    q, k, v, g, beta, state = (np.asarray(x, np.float64) for x in (q, k, v, g, beta, state))
-    q, k = (np.repeat(x, v.shape[1] // x.shape[1], axis=1) for x in (q, k))
-    state = np.exp(g.reshape(*beta.shape, -1))[..., None] * state
-    change = beta[..., None] * (v - np.einsum("bhk,bhkv->bhv", k, state))
-    state = state + k[..., None] * change[..., None, :]
-    return scale * np.einsum("bhk,bhkv->bhv", q, state), state
-
-
 @pytest.mark.parametrize(
     "shape, by_channel, columns, dtype",
     [
@@ -55,7 +47,9 @@ def step_float64(q, k, v, g, beta, state, scale):
 )
 def test_step_emulated(shape, by_channel, columns, dtype):
     operands = step_case(*shape, by_channel, dtype)
-    want, want_state = step_float64(*operands, 0.3)
+    *inputs, state = operands
+    want, want_state = oracle(*(x[:, None] for x in inputs), state, scale=0.3)
+    want = want[:, 0]
     plan = step_kernel.DeltaStepPlan(columns)
     with emulated(step_kernel):
         o, state = step_kernel.gated_delta_step(*operands, scale=0.3, plan=plan)

@@ -87,11 +87,10 @@ def values_and_gradients(q, k, v, g, s, d_o, d_s, **options):
     return *out, *pull((d_o, d_s))
 
 
-def cotangents(v, s, seed=9):
-    rng = np.random.default_rng(seed)
-    return as_jax(rng.standard_normal(v.shape), v.dtype), as_jax(
-        rng.standard_normal(s.shape), jnp.float32
-    )
+def cotangents(v, s):
+    rng = np.random.default_rng(9)
+    d_o = as_jax(rng.standard_normal(v.shape), v.dtype)
+    return d_o, as_jax(rng.standard_normal(s.shape), jnp.float32)
 
 
 @pytest.mark.parametrize(
@@ -138,15 +137,19 @@ def check_stability(t, d_k, d_v, dtype):
     q, k, v, _, s = make(2, t, 1, d_k, d_v, dtype=dtype)
     gates = np.random.default_rng(1).choice(GATES, (2, t, 1, d_k))
     gates[1] = GATES[np.arange(d_k) % 6]
-    g = as_jax(gates, jnp.float32)
-    d_o, d_s = cotangents(v, s)
-    got = [np.asarray(x) for x in values_and_gradients(q, k, v, g, s, d_o, d_s)]
-    want = oracle(q, k, v, g, s, d_o, d_s)
-    for name, x, y in zip(NAMES, got, want, strict=True):
+    inputs = q, k, v, as_jax(gates, jnp.float32), s
+    check_rows(values_and_gradients, oracle, NAMES, inputs, BOUND[dtype])
+
+
+def check_rows(run, oracle, names, inputs, bound):
+    """Values and gradients are finite, and those of the oracle row by row."""
+    d = cotangents(inputs[2], inputs[-1])
+    got = [np.asarray(x) for x in run(*inputs, *d)]
+    for name, x, y in zip(names, got, oracle(*inputs, *d), strict=True):
         assert np.isfinite(x.astype(np.float32)).all(), name
-        for row in range(2):
-            assert error(x[row], y[row]) < BOUND[dtype], (name, row)
-    assert not got[5][np.exp(gates) == 0].any()
+        for row in range(len(x)):
+            assert error(x[row], y[row]) < bound, (name, row)
+    assert not got[5][np.exp(np.asarray(inputs[3])) == 0].any()
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", *slow("float32")])
@@ -210,64 +213,70 @@ def test_gradients_are_the_recurrence_s():
     """One row each for weak, usual and strong gates."""
     gate = np.array([0.1, 1.0, 10.0]).reshape(3, 1, 1, 1)
     inputs = make(3, 200, 2, 60, 96, gate=gate)
-    d = cotangents(inputs[2], inputs[4])
-    want = oracle(*inputs, *d)
-    got = values_and_gradients(*inputs, *d)
-    for name, x, y in zip(NAMES, map(np.asarray, got), want, strict=True):
-        for row in range(3):
-            assert error(x[row], y[row]) < BOUND["float32"], (name, row)
+    check_rows(values_and_gradients, oracle, NAMES, inputs, BOUND["float32"])
 
 
-def test_lengths_keep_padding_out_of_values_and_gradients():
-    q, k, v, g, s = make(4, 150, 2, 16, 24)
-    d_o, d_s = cotangents(v, s)
+def check_lengths(run, oracle, names, inputs):
+    """NaN behind the ends of four rows of 150 tokens reaches no value and no gradient."""
+    *inputs, s = inputs
+    *inputs, s, d_o, d_s = map(np.array, (*inputs, s, *cotangents(inputs[2], s)))
     lengths = [150, 0, 64, 77]
     padded = np.arange(150)[None, :] >= np.asarray(lengths)[:, None]
-    spoiled = [
-        np.where(padded[:, :, None, None], np.float32(np.nan), np.asarray(x))
-        for x in (q, k, v, g, d_o)
-    ]
-    got = values_and_gradients(*spoiled[:4], s, spoiled[4], d_s, lengths=as_jax(lengths, jnp.int32))
+    *spoiled, spoiled_d_o = (x.copy() for x in (*inputs, d_o))
+    for x in (*spoiled, spoiled_d_o):
+        x[padded] = np.nan
+    got = run(*spoiled, s, spoiled_d_o, d_s, lengths=as_jax(lengths, jnp.int32))
     got = [np.asarray(x) for x in got]
-    q, k, v, g, s, d_o, d_s = (np.asarray(x) for x in (q, k, v, g, s, d_o, d_s))
     for row, n in enumerate(lengths):
-        want = oracle(
-            *(x[row : row + 1, :n] for x in (q, k, v, g)),
-            s[row : row + 1],
-            d_o[row : row + 1, :n],
-            d_s[row : row + 1],
-        )
-        for index, (x, y) in enumerate(zip(got, want, strict=True)):
-            if index in (1, 6):
+        one = slice(row, row + 1)
+        want = oracle(*(x[one, :n] for x in inputs), s[one], d_o[one, :n], d_s[one])
+        for name, x, y in zip(names, got, want, strict=True):
+            if name in ("s", "ds"):
                 assert error(x[row], y[0]) < BOUND["float32"]
             else:
                 assert not x[row, n:].any()
-                assert n == 0 or error(x[row, :n], y[0]) < BOUND["float32"]
+                assert n == 0 or error(x[row, :n], y[0]) < BOUND["float32"], (row, name)
+
+
+def check_segments(run, oracle, names, inputs):
+    """Segments of a row of 200 tokens are calls of their own."""
+    *inputs, s = inputs
+    *inputs, s, d_o, d_s = map(np.asarray, (*inputs, s, *cotangents(inputs[2], s)))
+    starts = [0, 1, 65, 130, 200]
+    ids = np.repeat([5, 3, 5, 0], np.diff(starts))[None]
+    got = run(*inputs, s, d_o, d_s, segment_ids=as_jax(ids, jnp.int32))
+    got = [np.asarray(x) for x in got]
+    for i, (a, b) in enumerate(zip(starts[:-1], starts[1:], strict=True)):
+        first, last = i == 0, i == len(starts) - 2
+        part = [x[:, a:b] for x in inputs]
+        want = oracle(*part, s if first else 0 * s, d_o[:, a:b], d_s if last else 0 * d_s)
+        for name, x, y in zip(names, got, want, strict=True):
+            if name not in ("s", "ds"):
+                y = y.copy()
+                if name == "dg" and not first:
+                    y[:, 0] = 0  # the decay that was replaced by a reset
+                assert error(x[:, a:b], y) < BOUND["float32"], (i, name)
+            elif (last, first)[name == "ds"]:
+                assert error(x, y) < BOUND["float32"], (i, name)
+
+
+def check_steps(step, inputs, want):
+    """The steps of ``want``'s tokens give its outputs and its last state."""
+    *inputs, s = inputs
+    inputs = [np.asarray(x) for x in inputs]
+    for t in range(inputs[0].shape[1]):
+        o, s = step(*(x[:, t] for x in inputs), s)
+        assert error(o, want[0][:, t]) < BOUND["float32"]
+    assert error(s, want[1]) < BOUND["float32"] and s.dtype == jnp.float32
+
+
+def test_lengths_keep_padding_out_of_values_and_gradients():
+    check_lengths(values_and_gradients, oracle, NAMES, make(4, 150, 2, 16, 24))
 
 
 @pytest.mark.core
 def test_packed_segments_are_separate_calls():
-    q, k, v, g, s = make(1, 200, 2, 16, 24)
-    d_o, d_s = cotangents(v, s)
-    starts = [0, 1, 65, 130, 200]
-    ids = np.repeat([5, 3, 5, 0], np.diff(starts))[None]
-    given = q, k, v, g, s, d_o, d_s
-    got = values_and_gradients(*given, segment_ids=as_jax(ids, jnp.int32))
-    got = [np.asarray(x) for x in got]
-    q, k, v, g, s, d_o, d_s = (np.asarray(x) for x in given)
-    for i, (a, b) in enumerate(zip(starts[:-1], starts[1:], strict=True)):
-        first, last = i == 0, i == len(starts) - 2
-        part = [x[:, a:b] for x in (q, k, v, g)]
-        want = oracle(*part, s if first else 0 * s, d_o[:, a:b], d_s if last else 0 * d_s)
-        for index in (0, 2, 3, 4, 5):
-            x, y = got[index][:, a:b], want[index].copy()
-            if index == 5 and not first:
-                y[:, 0] = 0  # the decay that was replaced by a reset
-            assert error(x, y) < BOUND["float32"], (i, index)
-        if last:
-            assert error(got[1], want[1]) < BOUND["float32"]
-        if first:
-            assert error(got[6], want[6]) < BOUND["float32"]
+    check_segments(values_and_gradients, oracle, NAMES, make(1, 200, 2, 16, 24))
 
 
 def test_segments_and_lengths_together():
@@ -283,14 +292,8 @@ def test_segments_and_lengths_together():
 
 @pytest.mark.core
 def test_steps_are_the_sequence():
-    q, k, v, g, s = make(2, 20, 3, 16, 24)
-    want, want_state = oracle(q, k, v, g, s)
-    step = jax.jit(gla_step, donate_argnums=4)
-    q, k, v, g = (np.asarray(x) for x in (q, k, v, g))
-    for t in range(20):
-        o, s = step(q[:, t], k[:, t], v[:, t], g[:, t], s)
-        assert error(o, want[:, t]) < BOUND["float32"]
-    assert error(s, want_state) < BOUND["float32"] and s.dtype == jnp.float32
+    inputs = make(2, 20, 3, 16, 24)
+    check_steps(jax.jit(gla_step, donate_argnums=4), inputs, oracle(*inputs))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", *slow("float16")])

@@ -16,10 +16,11 @@ def lm() -> Any:
 
 
 @pytest.fixture(scope="module")
-def engine() -> Iterator[Any]:
+def engine(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """An engine with the options of its module's ``ENGINE``."""
     from tests.helpers.fake_engine import FakeEngine
 
-    with FakeEngine() as engine:
+    with FakeEngine(**getattr(request.module, "ENGINE", {})) as engine:
         yield engine
 
 
@@ -29,6 +30,15 @@ def url(lm: Any, engine: Any) -> Iterator[str]:
 
     with serving(lm, engine, max_body=100_000) as url:
         yield url
+
+
+@pytest.fixture(scope="module")
+def client(lm: Any, engine: Any) -> Iterator[Any]:
+    """OpenAI's own client of a server."""
+    from tests.helpers.http_server import talking
+
+    with talking(lm, engine) as client:
+        yield client
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ pytest.importorskip("httpx2")
 
 import httpx2 as httpx
 
-from tests.helpers.http_server import client, serve, tiny_checkpoint, wait_until
+from tests.helpers.http_server import children, client, serve, tiny_checkpoint, wait_until
 
 SHORT = {"model": "tiny", "prompt": "ab", "max_tokens": 8, "seed": 1, "ignore_eos": True}
 LONG = {**SHORT, "max_tokens": 500}
@@ -28,10 +28,6 @@ LONG = {**SHORT, "max_tokens": 500}
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     return tiny_checkpoint(tmp_path_factory.mktemp("front-ends"))
-
-
-def children(pid: int) -> list[int]:
-    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def counted(http: httpx.Client, name: str) -> float:

@@ -15,7 +15,6 @@ pytest.importorskip("uvicorn")
 pytest.importorskip("httpx2")
 
 from jaxllama.serving.http import limits, middleware
-from tests.helpers.fake_engine import FakeEngine
 from tests.helpers.http_server import NAME, client, serving
 
 BODY = json.dumps({"model": NAME, "prompt": "ab", "max_tokens": 6, "stream": True}).encode()
@@ -23,13 +22,8 @@ GET = b"GET /health HTTP/1.1\r\nHost: x\r\n"
 POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 CHUNKED = POST + b"Transfer-Encoding: chunked\r\n\r\n"
 ASK = b"%bContent-Length: %d\r\n\r\n%b" % (POST, len(BODY), BODY)
+ENGINE = {"max_queue": 64}
 MUCH = limits.HEAD_BYTES + 5000
-
-
-@pytest.fixture(scope="module")
-def engine():
-    with FakeEngine(max_queue=64) as engine:
-        yield engine
 
 
 @pytest.mark.parametrize("trusted", [None, "127.0.0.1"])

@@ -16,6 +16,7 @@ from tests.serving.http.test_tools import CITY, tokenizer
 
 anthropic = on_demand("anthropic")
 MAX_LEN = 2048
+ENGINE = {"max_len": MAX_LEN}
 THINK = "{% if enable_thinking %}<think>\n{% endif %}{% if False %}<think></think>{% endif %}"
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo", "days": 1}}\n</tool_call>'
 WEATHER = {"name": "weather", "description": "Look out.", "input_schema": CITY}
@@ -25,12 +26,6 @@ USER = [{"role": "user", "content": "hi"}]
 @pytest.fixture(scope="module")
 def lm():
     return tiny_model(tokenizer("hermes", THINK))
-
-
-@pytest.fixture(scope="module")
-def engine():
-    with FakeEngine(max_len=MAX_LEN) as engine:
-        yield engine
 
 
 @pytest.fixture(scope="module")

@@ -6,11 +6,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import re
+import functools
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -30,7 +28,14 @@ from jaxllama.serving.http import model_pool
 from jaxllama.serving.http.model_pool import ModelPool, ModelSpec
 from jaxllama.serving.http.model_router import RouterSettings, application
 from tests.helpers.cases import on_demand
-from tests.helpers.http_server import client, error_of, tiny_checkpoint, wait_until
+from tests.helpers.http_server import (
+    children,
+    client,
+    error_of,
+    started,
+    tiny_checkpoint,
+    wait_until,
+)
 
 openai = on_demand("openai")
 # A model: answers with its name and what it received, streams slowly, ends with its parent.
@@ -289,7 +294,8 @@ def test_real_models_behind_one_port(tmp_path, monkeypatch):
     folder = tiny_checkpoint(tmp_path)
     file = tmp_path / "server.toml"
     file.write_text(CONFIG.format(folder=folder / "tiny", state=tmp_path / "state"))
-    with start(tmp_path, file) as (process, url):
+    server = functools.partial(started, tmp_path, "--config", str(file), names="2 models")
+    with server() as (process, url, _):
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="secret", max_retries=0)
         with client as api, client.with_options(api_key="other") as other:
             assert [model.id for model in api.models.list()] == ["small", "tiny"]
@@ -312,14 +318,9 @@ def test_real_models_behind_one_port(tmp_path, monkeypatch):
         assert len(models) == 2
         process.kill()  # without a word to its models
         wait_until(lambda: not any(map(is_alive, models)))
-    with start(tmp_path, file) as (process, _):
+    with server() as (process, *_):
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) in (0, -signal.SIGTERM)
-
-
-def children(pid: int) -> list[int]:
-    texts = [path.read_text() for path in Path(f"/proc/{pid}").glob("task/*/children")]
-    return [int(word) for text in texts for word in text.split()]
 
 
 def is_alive(pid: int) -> bool:
@@ -327,22 +328,3 @@ def is_alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
-
-
-@contextlib.contextmanager
-def start(folder, file):
-    environment = {
-        **os.environ,
-        "JAXLLAMA_CACHE": str(folder / "cache"),
-        "JAX_PLATFORMS": "cpu",
-    }
-    command = [sys.executable, "-m", "jaxllama", "serve", "--config", str(file)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
-    try:
-        line = process.stdout.readline()
-        found = re.fullmatch(r"jaxllama serves 2 models on (http://127\.0\.0\.1:\d+)\n", line)
-        assert found, line
-        yield process, found[1]
-    finally:
-        process.kill()
-        process.communicate()

@@ -10,24 +10,19 @@ pytest.importorskip("uvicorn")
 pytest.importorskip("llguidance")
 
 from jaxllama import __version__
-from tests.helpers.fake_engine import FakeEngine, says
+from tests.helpers.fake_engine import says
 from tests.helpers.http_server import NAME, client, serving, tiny_model
 from tests.serving.http.test_tools import TOOLS, tokenizer
 
 THINK = "{% if False %}<think></think>{% endif %}"
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo", "days": 1}}\n</tool_call>'
+ENGINE = {"max_len": 2048}
 USER = [{"role": "user", "content": "hi"}]
 
 
 @pytest.fixture(scope="module")
 def lm():
     return tiny_model(tokenizer("hermes", THINK))
-
-
-@pytest.fixture(scope="module")
-def engine():
-    with FakeEngine(max_len=2048) as engine:
-        yield engine
 
 
 @pytest.fixture(scope="module")

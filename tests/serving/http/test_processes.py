@@ -77,26 +77,46 @@ def fast(monkeypatch):
     monkeypatch.setattr(wire, "MISSED", 4)
 
 
+def engine_of(**more):
+    """An engine that has not failed."""
+    usual = {"failure": None, "closed": None, "stalled": None, "listen": lambda told: None}
+    return SimpleNamespace(**usual, **more)
+
+
+def server_of(engine, listener=None, seconds=1):
+    return process._Server(Hub(engine, {}, Metrics(), None), engine, b"", listener, seconds)
+
+
+def ended(run):
+    """What ``run()`` returns; it has 30 seconds."""
+    return asyncio.run(asyncio.wait_for(run(), 30))
+
+
+async def end(server, child) -> None:
+    """Let a server's last front end end."""
+    server._ending.set()
+    child.kill()
+    await asyncio.wait(server._living)
+
+
 @pytest.mark.core
 def test_a_front_end_that_hangs_is_replaced(fast, monkeypatch, caplog):
     children = [Child(hangs=True), Child(hangs=False)]
     waiting = children[1:]
     monkeypatch.setattr(process.front_end, "start", lambda listener: waiting.pop())
-    engine = SimpleNamespace(failure=None, closed=None, stalled=None, listen=lambda told: None)
+    engine = engine_of()
     caplog.set_level(logging.ERROR, "jaxllama.serving")
 
     async def run() -> None:
-        server = process._Server(Hub(engine, {}, Metrics(), None), engine, b"", None, 1)
+        server = server_of(engine)
         server._unready = 1
         server._watch(children[0])
         while children[1].pings < 10:
             await asyncio.sleep(0.01)
         assert len(server._living) == 1 and server._error is None
-        server._ending.set()
-        children[1].kill()
-        await asyncio.wait(server._living)
+        await end(server, children[1])
 
-    asyncio.run(asyncio.wait_for(run(), 30))
+    ended(run)
     assert children[0].pings == 4 and children[0]._ended.is_set()
     told = [record.getMessage() for record in caplog.records]
     assert told == ["a front end hangs", "a front end has ended"], "once, and not of the other"
@@ -107,24 +127,17 @@ def test_an_engine_that_fails_ends_the_server_with_its_reason(monkeypatch, capsy
     """A process that ends so has status 1, and a supervisor starts it again."""
     monkeypatch.setattr(process, "LOOK", 0.01)
     child, stopped = Child(hangs=False), []
-    engine = SimpleNamespace(
-        failure=None,
-        closed=None,
-        stalled=None,
-        listen=lambda told: None,
-        stats=lambda: None,
-        stop=lambda: stopped.append(True),
-    )
+    engine = engine_of(stats=lambda: None, stop=lambda: stopped.append(True))
 
     async def run() -> str | None:
         listener = SimpleNamespace(close=lambda: None)
-        server = process._Server(Hub(engine, {}, Metrics(), None), engine, b"", listener, 10)
+        server = server_of(engine, listener, 10)
         running = asyncio.create_task(server.run([child], "tiny", None))
         await server._ready.wait()
         engine.failure = "the engine failed: gone"
         return await running
 
-    assert asyncio.run(asyncio.wait_for(run(), 30)) == "the engine failed: gone"
+    assert ended(run) == "the engine failed: gone"
     assert child.failures == ["the engine failed: gone"] and stopped
     assert capsys.readouterr().out == "jaxllama serves tiny\n"
 
@@ -145,11 +158,11 @@ def test_a_replaced_front_end_that_dies_before_it_is_ready_is_replaced(fast, mon
     monkeypatch.setattr(process.front_end, "start", start)
     monkeypatch.setattr(wire, "LONGEST_DELAY", 0.05)
     monkeypatch.setattr(wire, "MISSED", 10_000)  # none of them hangs
-    engine = SimpleNamespace(failure=None, closed=None, stalled=None, listen=lambda told: None)
+    engine = engine_of()
     caplog.set_level(logging.ERROR, "jaxllama.serving")
 
     async def run() -> None:
-        server = process._Server(Hub(engine, {}, Metrics(), None), engine, b"", None, 1)
+        server = server_of(engine)
         server._unready = 1
         server._watch(children[0])
         await server._ready.wait()
@@ -158,11 +171,9 @@ def test_a_replaced_front_end_that_dies_before_it_is_ready_is_replaced(fast, mon
             await asyncio.sleep(0.01)
         assert server._error is None and not server._ending.is_set()
         assert server._died == 0 and server._unready == 0
-        server._ending.set()
-        children[2].kill()
-        await asyncio.wait(server._living)
+        await end(server, children[2])
 
-    asyncio.run(asyncio.wait_for(run(), 30))
+    ended(run)
     told = [record.getMessage() for record in caplog.records]
     assert told == ["a front end has ended", "a front end cannot be started"] + told[:1]
     assert [late - early >= 0.05 for early, late in itertools.pairwise(began)] == [True, True]
@@ -170,15 +181,15 @@ def test_a_replaced_front_end_that_dies_before_it_is_ready_is_replaced(fast, mon
 
 def test_a_first_front_end_that_dies_ends_the_start(fast):
     child = Child(hangs=False, is_ready=False)
-    engine = SimpleNamespace(failure=None, closed=None, stalled=None, listen=lambda told: None)
+    engine = engine_of()
 
     async def run() -> str | None:
-        server = process._Server(Hub(engine, {}, Metrics(), None), engine, b"", None, 1)
+        server = server_of(engine)
         server._watch(child)
         await server._ending.wait()
         return server._error
 
-    said = asyncio.run(asyncio.wait_for(run(), 30))
+    said = ended(run)
     assert said == "a front end ended with status -9 as it started"
 
 
@@ -187,17 +198,15 @@ def test_an_engine_that_does_not_stop_is_given_up(fast, monkeypatch):
     for module in (process, hub_module):  # other tests leave threads of hubs
         monkeypatch.setattr(module, "THREADS", "tested")
     go = threading.Event()
-    engine = SimpleNamespace(
-        failure=None, closed=None, stalled=None, listen=lambda told: None, stop=go.wait
-    )
+    engine = engine_of(stop=go.wait)
 
     async def run() -> str | None:
         listener = SimpleNamespace(close=lambda: None)
-        server = process._Server(Hub(engine, {}, Metrics(), None), engine, b"", listener, 1)
+        server = server_of(engine, listener)
         await server._drain()
         return server.stuck
 
-    assert asyncio.run(asyncio.wait_for(run(), 30)) == "jaxllama-engine"
+    assert ended(run) == "jaxllama-engine"
     hub = Hub(engine, {"embed": go.wait}, Metrics(), None)
     hub._forward.submit(go.wait)
     hub.close()

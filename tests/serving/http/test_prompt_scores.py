@@ -12,23 +12,11 @@ pytest.importorskip("uvicorn")
 
 from jaxllama.engine.scoring import Scorer
 from tests.helpers.cases import on_demand
-from tests.helpers.fake_engine import FakeEngine
-from tests.helpers.http_server import NAME, talking
+from tests.helpers.http_server import NAME
 
 on_demand("openai")
+ENGINE = {"max_len": 400}
 TEXT = "Once upon a time"
-
-
-@pytest.fixture(scope="module")
-def engine():
-    with FakeEngine(max_len=400) as engine:
-        yield engine
-
-
-@pytest.fixture(scope="module")
-def client(lm, engine):
-    with talking(lm, engine) as client:
-        yield client
 
 
 def values_of(lm, row: list[int]) -> np.ndarray:

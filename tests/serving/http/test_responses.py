@@ -16,6 +16,7 @@ from tests.serving.http.test_tools import CITY, tokenizer
 
 openai = on_demand("openai")
 MAX_LEN = 2048
+ENGINE = {"max_len": MAX_LEN}
 WEATHER = {"type": "function", "name": "weather", "parameters": CITY, "strict": True}
 THINK = "{% if False %}<think></think>{% endif %}"
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo", "days": 1}}\n</tool_call>'
@@ -24,18 +25,6 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo", "days": 1
 @pytest.fixture(scope="module")
 def lm():
     return tiny_model(tokenizer("hermes", THINK))
-
-
-@pytest.fixture(scope="module")
-def engine():
-    with FakeEngine(max_len=MAX_LEN) as engine:
-        yield engine
-
-
-@pytest.fixture(scope="module")
-def client(lm, engine):
-    with talking(lm, engine) as client:
-        yield client
 
 
 def prompt(engine) -> str:

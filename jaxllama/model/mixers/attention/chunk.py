@@ -12,6 +12,7 @@ cuDNN's kernel, unless scores are capped.  On a CPU both are one handler
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from jax import lax
 
 from jaxllama.model.mixers.attention.cudnn import causal, extend, has_two_widths
 from jaxllama.model.mixers.attention.state import KVCache
+from jaxllama.typing import Tree
 from pallas_kernels.attention.blockwise import blockwise_attention
 from pallas_kernels.attention.plain import (
     attention_scores,
@@ -142,37 +144,24 @@ def _attend_in_blocks(
 ) -> jax.Array:
     """XLA's form of ``attend``."""
     window, softcap, _ = call
-    n_new = q.shape[1]
     marks = (positions,) if segments is None else (positions, segments)
-    if n_new <= QUERY_BLOCK:
-        return _attend_block(q, k, v, marks, marks, sinks, window, softcap)
-    blocks = -(-n_new // QUERY_BLOCK)
-    pad = blocks * QUERY_BLOCK - n_new
-    q_blocks = split_queries(q, pad, blocks)
-    mark_blocks = tuple(split_queries(mark, pad, blocks) for mark in marks)
-    # Scores are recomputed in the backward pass: one block of them is alive at a time.
-    block = jax.checkpoint(functools.partial(_attend_block, window=window, softcap=softcap))
-    out = lax.map(lambda qm: block(qm[0], k, v, qm[1], marks, sinks), (q_blocks, mark_blocks))
-    return join_queries(out, n_new)
 
+    def block(
+        queries: tuple[jax.Array, ...],
+        k: jax.Array,
+        v: jax.Array,
+        marks: tuple[jax.Array, ...],
+        sinks: jax.Array | None,
+    ) -> jax.Array:
+        q, *q_marks = queries
+        scores = attention_scores(q, k, softcap=softcap)
+        visible = is_visible(q_marks[0], marks[0], window)
+        for q_segments, k_segments in zip(q_marks[1:], marks[1:], strict=True):
+            visible &= q_segments[:, :, None] == k_segments[:, None, :]
+        weights = softmax(jnp.where(visible[:, None, None], scores, -jnp.inf), sinks)
+        return weighted_values(weights, v).astype(q.dtype)
 
-def _attend_block(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    q_marks: tuple[jax.Array, ...],
-    k_marks: tuple[jax.Array, ...],
-    sinks: jax.Array | None,
-    window: int | None,
-    softcap: float | None,
-) -> jax.Array:
-    """q_marks, k_marks: positions, and for packed rows segments, ``[B, T]``."""
-    scores = attention_scores(q, k, softcap=softcap)
-    visible = is_visible(q_marks[0], k_marks[0], window)
-    for q_segments, k_segments in zip(q_marks[1:], k_marks[1:], strict=True):
-        visible &= q_segments[:, :, None] == k_segments[:, None, :]
-    weights = softmax(jnp.where(visible[:, None, None], scores, -jnp.inf), sinks)
-    return weighted_values(weights, v).astype(q.dtype)
+    return by_query_blocks(block, (q, *marks), k, v, marks, sinks, recomputes=True)
 
 
 def _causal_on_cpu(
@@ -237,17 +226,10 @@ def _cached_in_blocks(
 ) -> jax.Array:
     """XLA's form of ``attend_cached``."""
     window, softcap, _ = call
-    n_new = q.shape[1]
     block = functools.partial(
         blockwise_attention, k=k, v=v, window=window, softcap=softcap, table=table, sinks=sinks
     )
-    if n_new <= QUERY_BLOCK:
-        return block(q, positions=positions)
-    blocks = -(-n_new // QUERY_BLOCK)
-    pad = blocks * QUERY_BLOCK - n_new
-    q_blocks, p_blocks = split_queries(q, pad, blocks), split_queries(positions, pad, blocks)
-    out = lax.map(lambda qp: block(qp[0], positions=qp[1]), (q_blocks, p_blocks))
-    return join_queries(out, n_new)
+    return by_query_blocks(lambda qp: block(qp[0], positions=qp[1]), (q, positions))
 
 
 _attend_cached = Op("attend_cached", _cached_in_blocks, _attend_on_cpu)
@@ -287,14 +269,29 @@ def without_padding(positions: jax.Array, lengths: jax.Array) -> jax.Array:
     return jnp.minimum(positions, last)
 
 
-def split_queries(x: jax.Array, pad: int, blocks: int) -> jax.Array:
-    """``[B, T, ...]`` -> ``[blocks, B, T / blocks, ...]``, the last query repeated as padding."""
-    x = jnp.pad(x, ((0, 0), (0, pad)) + ((0, 0),) * (x.ndim - 2), mode="edge")
-    x = x.reshape(x.shape[0], blocks, -1, *x.shape[2:])
-    return jnp.moveaxis(x, 1, 0)
+def by_query_blocks(
+    block: Callable[..., jax.Array],
+    queries: tuple[jax.Array, ...],
+    *others: Tree,
+    size: int = QUERY_BLOCK,
+    recomputes: bool = False,
+) -> jax.Array:
+    """Return ``block(queries, *others)`` of arrays ``[B, T, ...]``, ``size`` queries at a time.
 
+    recomputes: a backward pass recomputes the scores, so one block of them is alive at a time.
+    """
+    n_new = queries[0].shape[1]
+    if n_new <= size:
+        return block(queries, *others)
+    blocks = -(-n_new // size)
 
-def join_queries(blocks: jax.Array, n_new: int) -> jax.Array:
-    """The inverse of ``split_queries``."""
-    joined = jnp.moveaxis(blocks, 0, 1)
-    return joined.reshape(joined.shape[0], -1, *joined.shape[3:])[:, :n_new]
+    def split(x: jax.Array) -> jax.Array:
+        """The last query is repeated as padding."""
+        padding = (0, 0), (0, blocks * size - n_new), *((0, 0),) * (x.ndim - 2)
+        x = jnp.pad(x, padding, mode="edge").reshape(x.shape[0], blocks, size, *x.shape[2:])
+        return jnp.moveaxis(x, 1, 0)
+
+    one = jax.checkpoint(block) if recomputes else block
+    out = lax.map(lambda some: one(some, *others), tuple(map(split, queries)))
+    out = jnp.moveaxis(out, 0, 1)
+    return out.reshape(out.shape[0], -1, *out.shape[3:])[:, :n_new]

@@ -338,7 +338,7 @@ def _gated(layer: LayerConfig, p: Params, streams: dict[str, Columns], o: jax.Ar
     if gla.output_norm == "layer":
         o = o.astype(jnp.float32)
         o = o - row_sums(o) / o.shape[-1]  # without the mean, the RMS is the deviation
-    return gated_norm(o, weight, gla.norm_eps, gate).astype(dtype)
+    return gated_norm(o, weight, gla.norm_eps, gate, "silu").astype(dtype)
 
 
 def _verify(

@@ -26,7 +26,7 @@ from jax.typing import DTypeLike
 from jaxllama.config import IndexerConfig, LatentAttentionConfig
 from jaxllama.model.elementwise import layer_norm
 from jaxllama.model.linear import linear
-from jaxllama.model.mixers.attention.chunk import join_queries, split_queries, without_padding
+from jaxllama.model.mixers.attention.chunk import by_query_blocks, without_padding
 from jaxllama.model.mixers.latent.state import LatentCache
 from jaxllama.model.records import At, Draft, Pieces
 from jaxllama.typing import Params
@@ -102,7 +102,7 @@ def _over_cache(
     queries at a time."""
     assert cfg.indexer is not None
     q, *index, positions, lengths = rows
-    batch, n_new, _, width = q.shape
+    batch, _, _, width = q.shape
     top_k, heads = cfg.indexer.top_k, cfg.indexer.n_heads
     keys = floats(cache.v if table is None else joined(cache.v, table), index[0].dtype)[:, :, 0]
     seen = jnp.where(lengths[:, None] > 0, without_padding(positions, lengths) + 1, 0)
@@ -127,12 +127,7 @@ def _over_cache(
         return attend_list(q, entries, entries, is_chosen, width**-0.5)
 
     size = max(1, MOST // (batch * max(heads * keys.shape[1], top_k * width)))
-    if n_new <= size:
-        return from_cache_basis(cache.k, block(queries))
-    blocks = -(-n_new // size)
-    split = functools.partial(split_queries, pad=blocks * size - n_new, blocks=blocks)
-    out = join_queries(lax.map(block, tuple(map(split, queries))), n_new)
-    return from_cache_basis(cache.k, out)
+    return from_cache_basis(cache.k, by_query_blocks(block, queries, size=size))
 
 
 def choice(
