@@ -20,8 +20,8 @@ from jaxllama.typing import Params, ParamsDict
 
 Kind = Literal["embed", "layer", "mix", "feed", "span", "head"]
 # Most layers of a span.  The host updates a span's CUDA graph while the one before it runs: 731 us
-# a layer in spans of 1, 610 of 2, 579 of 4, 702 of 12 (H200).  Nothing runs beside the first, so the
-# spans of the first ``SPAN`` layers are half as long.
+# a layer in spans of 1, 610 of 2, 579 of 4, 702 of 12 (H200).  Nothing runs beside the first, so
+# the spans of the first ``SPAN`` layers are half as long.
 SPAN = 4
 _HALVES = {
     "mix": ("positions", "embed_norm", "mixer_norm", "mixer", "mixer_out_norm"),

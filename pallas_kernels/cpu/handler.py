@@ -58,10 +58,12 @@ class Program:
     """The input from which a handler is generated: a name and fields that the emission may read.
 
     arguments, results: numbers of buffers in a call, by default those of the class.
+    spares: threads of the pool that get no chunks.
     """
 
     n_arguments: ClassVar[int]
     n_results: ClassVar[int]
+    spares: ClassVar[int] = 0
 
     @property
     def name(self) -> str:
@@ -83,11 +85,6 @@ class Program:
     def rounds(self, e: Emitter, call: ffi.CallFrame) -> Value:
         """Emit what runs once, before the phases; return how often these run (i64)."""
         return e.i64(1)
-
-    @property
-    def spares(self) -> int:
-        """Threads of the pool that get no chunks."""
-        return 0
 
 
 @dataclasses.dataclass(frozen=True)

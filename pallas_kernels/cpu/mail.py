@@ -137,20 +137,17 @@ class Serve(Program):
     down: GroupedMatmul
     gate: MailedGate
 
-    n_results = 5
-
     @property
     def name(self) -> str:
         own = self.gate if isinstance(self.gate, Clamped) else [self.gate]
         return "_".join(map(str, ("Serve", *self.layout, *own, self.up.name, self.down.name)))
 
+    n_results = 5
+    spares = 1
+
     @property
     def arguments(self) -> int:
         return self.first(True) + operands_of(self.down)
-
-    @property
-    def spares(self) -> int:
-        return 1
 
     def first(self, is_down: bool) -> int:
         """The first operand of a product."""
