@@ -79,6 +79,8 @@ def objective(
         return Stream(_with_bits_of(served, free)(p, stream.total, prompts)), None
 
     stream, at = stacked.embed(cfg, params, inputs, jnp.dtype(config.dtype))
+    rounded = _with_bits_of(functools.partial(_rounded, setup), lambda x: x)
+    stream = stream._replace(x=rounded(stream.total), pending=None)
     x = stacked.walk(cfg, params, stream, at, run).total
     ends = {name: params[name] for name in ("norm", "head", "embed") if name in params}
     served = functools.partial(_served_scores, setup, cfg)
@@ -102,10 +104,21 @@ def _with_bits_of(served: Callable[..., Tree], free: Callable[..., Tree]) -> Cal
     return both
 
 
+def _rounded(setup: TrainingSetup, x: jax.Array) -> jax.Array:
+    """Return x in the run's dtype.
+
+    XLA drops a cast whose result a GPU's fusion makes float32 again, and the masters' further bits
+    stay. It keeps this rounding.
+    """
+    dtype = jnp.finfo(setup.config.dtype)
+    x = lax.reduce_precision(x.astype(jnp.float32), dtype.nexp, dtype.nmant)
+    return x.astype(setup.config.dtype)
+
+
 def _engine_params(setup: TrainingSetup, params: Params, rows: int) -> Tree:
     """Return parameters as the engine has them, for ``rows`` rows."""
     if setup.config.lora is None:
-        return jax.tree.map(lambda leaf: leaf.astype(setup.config.dtype), params)
+        return jax.tree.map(functools.partial(_rounded, setup), params)
 
     def served(leaf: Tree) -> Tree:
         if not isinstance(leaf, TrainedLora):

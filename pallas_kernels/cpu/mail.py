@@ -28,13 +28,13 @@ import jax.numpy as jnp
 
 from pallas_kernels.cpu import jit
 from pallas_kernels.cpu.experts import GroupedMatmul, TilesOfExperts, grouped_program
+from pallas_kernels.cpu.frame import CallFrame
 from pallas_kernels.cpu.handler import Phase, Program, emit_wait
 from pallas_kernels.cpu.matmul import PREPARED_ROWS, Round, silu
 from pallas_kernels.cpu.weight import CpuWeight
 
 if TYPE_CHECKING:
     from pallas_kernels.cpu.emit import Emitter, Value
-    from pallas_kernels.cpu.frame import CallFrame
     from pallas_kernels.cpu.target import Target
 
 POSTED, ANSWERED, EXPERTS = 0, 64, 128  # offsets in bytes
@@ -268,10 +268,11 @@ class _Turn:
         e.b.atomic_rmw("xchg", e.at(self.memory, ANSWERED), self.turn, "release")
 
 
-class _Product:
+class _Product(CallFrame):
     """A turn's product as the call that ``cpu.experts`` expects."""
 
     def __init__(self, turn: _Turn, is_down: bool) -> None:
+        super().__init__(turn.e, turn.call.pointer)
         self.turn, self.is_down, self.call = turn, is_down, turn.call
         self.program = turn.p.down if is_down else turn.p.up
         self.first = turn.p.first(is_down)
@@ -348,6 +349,5 @@ class _TilesOfPairs(TilesOfExperts):
         def below(value: Value, limit: float) -> Value:
             return b.select(b.fcmp_ordered(">", value, e.floats(limit)), e.floats(limit), value)
 
-        gate = below(gate, kind.limit)
-        up = b.fneg(below(b.fneg(below(up, kind.limit)), kind.limit))
-        return (up + 1.0) * silu(e, gate, kind.alpha)
+        within = below(below(up, kind.limit) * -1.0, kind.limit) * -1.0
+        return (within + 1.0) * silu(e, below(gate, kind.limit), kind.alpha)

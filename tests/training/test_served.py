@@ -11,6 +11,7 @@ from jaxllama.engine.engine import Engine
 from jaxllama.language_model import LanguageModel
 from jaxllama.training import adapters, samples, step
 from jaxllama.training.batch import Batch
+from jaxllama.training.sampler import _engine_weights
 from tests.helpers.models import FAMILIES, HYBRIDS, LATENT, params_of
 from tests.helpers.training_cases import rollout_setup
 
@@ -87,6 +88,19 @@ def test_the_update_computes_the_engines_log_probabilities(name, count, changes)
     # XLA's fusions of a delta layer round by what is beside them.
     apart = 5e-6 if cfg.delta is not None else 0.0
     check(setup, params, None, *answered(lm, asked(cfg, count)), apart)
+
+
+@pytest.mark.gpu
+def test_float32_masters_have_the_bits_of_a_bfloat16_engine():
+    """As the engine casts them, also where a fusion makes them float32 again."""
+    cfg = MODELS["gqa"].replace(eos_token_ids=())
+    setup = setup_of(cfg, dtype="bfloat16")
+    params = step.first_weights(setup, params_of(cfg))
+    params = jax.tree.map(lambda x: x + 1e-3 * np.float32(x), params)
+    lm = LanguageModel(cfg, _engine_weights("bfloat16", params), None, True, exact=True)
+    batch, is_answer, want = answered(lm, asked(cfg, 64))
+    _, parts = jax.jit(step.loss, static_argnums=0)(setup, params, None, batch)
+    np.testing.assert_array_equal(np.asarray(parts["logprobs"])[is_answer], want[is_answer])
 
 
 @pytest.mark.slow

@@ -483,11 +483,11 @@ def served(
 
     gate = kind.mailed
     assert gate is not None
-    products = [
+    up, down = (
         MailedProduct(unpack_on_cpu(layout, leaves), table, bias)
         for layout, leaves, table, bias in zip(kind.layouts, *experts, strict=True)
-    ]
-    return cpu_mail.served(address, jnp.asarray(turn), sizes, *products, gate)
+    )
+    return cpu_mail.served(address, jnp.asarray(turn), sizes, up, down, gate)
 
 
 def _computed(
