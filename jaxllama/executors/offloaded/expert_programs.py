@@ -480,7 +480,6 @@ def served(
     address, turn: int32 ``[2]``, low word before high; the turn of the first layer.
     Returns the turn after the last one, when all are answered.
     """
-
     gate = kind.mailed
     assert gate is not None
     up, down = (
@@ -490,10 +489,9 @@ def served(
     return cpu_mail.served(address, jnp.asarray(turn), sizes, up, down, gate)
 
 
-def _computed(
-    kind: CpuKind, experts: CpuExperts, layer: jax.Array | int, x: jax.Array, chosen: jax.Array
-) -> jax.Array:
-    """Return the results float32 ``[P, D]`` of a layer's pairs x ``[P, D]``, sorted by the expert
+@functools.partial(jax.jit, static_argnums=0)
+def computed(kind: CpuKind, experts: CpuExperts, x: jax.Array, chosen: jax.Array) -> jax.Array:
+    """Return the results float32 ``[P, D]`` of one layer's pairs x ``[P, D]``, sorted by the expert
     ``chosen [P]``; E is none."""
     pairs, n_experts = len(chosen), experts.tables[0].shape[1]
     slots = jnp.cumsum(jnp.append(-1, chosen[:-1]) != chosen) - 1  # of each pair; experts once
@@ -508,12 +506,9 @@ def _computed(
     ):
         gate = None if number else gate
         like, swiglu = unpack_on_cpu(layout, leaves), gate == "silu" and bias is None
-        y, is_gated = run_apart(y, like, starts, table[layer, listed], n_experts, swiglu)
-        y = y if bias is None else y + bias[layer, chosen]
+        y, is_gated = run_apart(y, like, starts, table[0, listed], n_experts, swiglu)
+        y = y if bias is None else y + bias[0, chosen]
         y = y if gate is None or is_gated else apply_gate(y, gate)
         if not number and kind.activation is not None:
             y = activated(y, kind.activation)
     return y
-
-
-computed = jax.jit(_computed, static_argnums=0)

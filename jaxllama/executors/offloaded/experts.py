@@ -269,9 +269,8 @@ class ExpertWork:
             return SpanKind()
         assert layer.experts is not None
         sizes = MailLayout(tokens, layer.d_model, tokens * layer.experts.n_active)
-        kind = CpuKind.of(layer, cold.layouts)
-        is_mailed = cold.has_handlers and kind.mailed is not None and sizes.pairs <= MAILED
-        return SpanKind(sizes, kind) if is_mailed else None
+        is_mailed = cold.has_mail and sizes.pairs <= MAILED
+        return SpanKind(sizes, cold.kind) if is_mailed else None
 
     def span(
         self,
@@ -401,6 +400,8 @@ class _Cold:
         self.is_none = tensors[0].is_whole
         self.may_compute = policy.cpu_expert > 0 and not self.is_none
         self.has_handlers = all(tensor.layout.is_of_cpu for tensor in tensors)
+        self.kind = CpuKind.of(layer, self.layouts)
+        self.has_mail = self.has_handlers and self.kind.mailed is not None
         self.addresses = tensors[0].addresses, tensors[1].addresses
         self.lock = tensors[0].lock
         self._on_cpu: dict[tuple[_Cold, ...], CpuExperts] = {}  # by the layers after it in a span
@@ -581,9 +582,8 @@ class _Cold:
             chosen = np.pad(chosen, empty, constant_values=self.n_experts)
             places = np.pad(places, empty, constant_values=routed.experts.size)
             x = tokens[np.minimum(places // fan, len(tokens) - 1)]
-            kind = CpuKind.of(self.layer, self.layouts)
             with jax.default_device(cpu()):
-                return [(places, programs.computed(kind, self.on_cpu(), np.int32(0), x, chosen))]
+                return [(places, programs.computed(self.kind, self.on_cpu(), x, chosen))]
         results = []
         for first in range(0, len(experts), ON_CPU):
             group = experts[first : first + ON_CPU]
