@@ -102,6 +102,8 @@ def rounded(product: jax.Array) -> jax.Array:
 
 def _rounded(product: jax.Array) -> jax.Array:
     """A fusion decides whether a product and a sum are rounded once; a maximum parts them."""
+    if not jnp.issubdtype(product.dtype, jnp.floating):
+        return product
     return jnp.maximum(product, jnp.finfo(product.dtype).min)
 
 
@@ -138,8 +140,13 @@ def by_blocks(
         return product(whole, *weights)
 
     blocks = [blocks_of(leaf) for leaf in leaves if leaf.ndim]
-    # XLA chooses an algorithm for a product with all that it fuses, so nothing else may be part.
-    alone = lambda block: barrier(one(*barrier((block, weights))))  # noqa: E731
+
+    def alone(block: list[jax.Array]) -> Results:
+        # XLA chooses an algorithm for a product and all that it fuses: nothing else may be part.
+        out = one(*barrier((block, weights)))
+        # For CPUs it drops a barrier before it fuses, and may round a product and a sum once.
+        return jax.tree.map(_rounded, out) if _is_on_cpu() else barrier(out)
+
     if count > _UNROLLED[_is_on_cpu()]:
         out = lax.map(alone, blocks)
     else:

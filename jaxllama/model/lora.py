@@ -86,12 +86,8 @@ class Lora(NamedTuple):
 
     def product(self, x: jax.Array) -> jax.Array:
         """Return each row's low-rank product of ``x[B, T, in]``, float32 ``[B, T, out]``."""
-
-        def product(rows: tuple[jax.Array, jax.Array], a: jax.Array, b: Tree) -> jax.Array:
-            x, adapter = rows
-            return low_rank_sums(inner_products(x, a, adapter), b)
-
-        return by_blocks(product, (x, self.of(x)), self.a, self.b, axes=2)
+        inner = inner_products(x, self.a, self.of(x))
+        return by_blocks(low_rank_sums, inner, self.b, axes=2)
 
     def sums_in(self, dtype: DTypeLike) -> DTypeLike:
         """Return the dtype in which a result of ``dtype`` and the base's product are added."""

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels.dispatch import Implementation, Plan, choose_plan
+from pallas_kernels.fixed_sums import by_blocks
 from pallas_kernels.operands import check
 from pallas_kernels.qtensor import QTensor
 from pallas_kernels.rows.plan import RowsPlan, plan
@@ -103,17 +104,22 @@ def inner_products(y: jax.Array, first: jax.Array, adapter: jax.Array) -> jax.Ar
 
     One product with the factors of all adapters, of which each is read once; sums are float32.
     """
-    n = first.shape[0]
-    own = adapter[..., None] == jnp.arange(1, n + 1, dtype=jnp.int32)  # [..., n]
-    inner = jnp.einsum(
-        "...k,nsrk->...snr",
-        y,
-        first.astype(y.dtype),
-        precision=jax.lax.Precision.HIGHEST if y.dtype == jnp.float32 else None,
-        preferred_element_type=jnp.float32,
-    )
-    inner = jnp.where(own[..., None, :, None], inner, jnp.float32(0)).astype(y.dtype)
-    return inner.reshape(*y.shape[:-1], -1)
+
+    def products(rows: tuple[jax.Array, jax.Array], first: jax.Array) -> jax.Array:
+        y, adapter = rows
+        n = first.shape[0]
+        own = adapter[..., None] == jnp.arange(1, n + 1, dtype=jnp.int32)  # [..., n]
+        inner = jnp.einsum(
+            "...k,nsrk->...snr",
+            y,
+            first.astype(y.dtype),
+            precision=jax.lax.Precision.HIGHEST if y.dtype == jnp.float32 else None,
+            preferred_element_type=jnp.float32,
+        )
+        inner = jnp.where(own[..., None, :, None], inner, jnp.float32(0)).astype(y.dtype)
+        return inner.reshape(*y.shape[:-1], -1)
+
+    return by_blocks(products, (y, adapter), first, axes=y.ndim - 1)
 
 
 def _composed(
