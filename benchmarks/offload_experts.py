@@ -483,7 +483,7 @@ def solver(
         for own, one in short
     ]
     calibration = machine(costs, nnls([(1.0, rows) for rows in EXPERT_ROWS], rest))
-    tell("costs", dataclasses.asdict, costs)
+    tell("costs", lambda: {**dataclasses.asdict(costs), "points": points})
 
     def task(rows: int) -> Task:
         return Task(rows, 1, 63)

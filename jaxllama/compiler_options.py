@@ -1,12 +1,15 @@
 """XLA options for decode loops, for GPUs on which the defaults are slow.
 
     for_device()                options for ``jax.jit`` of a loop on one device; None: the defaults
-    for_fixed_sums()            those of them that decide how XLA computes a fusion
-    for_small_products()        options for a loop or a prompt whose large products are kernels
+    of_fusions(fixed)           those of them that decide how XLA computes a fusion
+    for_small_products(fixed)   options for a loop or a prompt whose large products are kernels
     for_mesh(mesh)              options for ``jax.jit`` of a loop on a mesh; None: the defaults
     check_sums(mesh)            raises JaxLlamaError if the defaults cannot add over its devices
-    compiled_for(program, mesh) a jitted loop with these options
+    compiled_for(program, mesh, fixed)    a jitted loop with these options
     compiled_here(lowered)      a program that can be serialized
+
+fixed: the program's sums are fixed (``fixed_sums``). XLA then keeps each cast to 16 bits. By
+default it drops one whose result a fusion makes float32 again, in some programs and not in others.
 
 On one GPU jax 0.11 makes each step a CUDA graph. After each step the host reads whether another
 step follows. A graph may also hold the loop itself, so that the device decides. This saves 11 us a
@@ -64,6 +67,7 @@ _WHOLE_LOOP: Options = {
     # steps that took 0.98 to 1.01 of their time without it.
     "xla_gpu_experimental_enable_fusion_autotuner": False,
 }
+_KEPT: Options = {"xla_allow_excess_precision": False}
 _ONE_GRAPH: Options = {
     # XLA's defaults and collectives.
     "xla_gpu_enable_command_buffer": (
@@ -81,23 +85,26 @@ def for_device() -> Options | None:
     return _WHOLE_LOOP if _KNOWN and is_gpu and _counts(_WHOLE_LOOP) else None
 
 
-@functools.cache
-def for_fixed_sums() -> Options | None:
+def _kept(options: Options | None, fixed: bool) -> Options | None:
+    return options and {**options, **(_KEPT if fixed else {})}
+
+
+def of_fusions(fixed: bool) -> Options | None:
     """Return the options with which a program off the loop computes fusions as a loop does.
 
     XLA would time two ways to compile each fusion, whose exponentials and quotients differ in bits.
     """
     name = "xla_gpu_experimental_enable_fusion_autotuner"
-    return None if for_device() is None else {name: _WHOLE_LOOP[name]}
+    return None if for_device() is None else _kept({name: _WHOLE_LOOP[name]}, fixed)
 
 
-def for_small_products() -> Options | None:
+def for_small_products(fixed: bool) -> Options | None:
     """Return ``for_device`` for a program that leaves XLA a router's product and no larger one.
 
     By default XLA compiles dozens of forms of a product and times them: 5 s for each number of
     rows, and more beside other programs.
     """
-    options = for_device()
+    options = _kept(for_device(), fixed)
     return options and {**options, "xla_gpu_enable_triton_gemm": False}
 
 
@@ -129,7 +136,7 @@ def check_sums(mesh: Mesh) -> None:
         )
 
 
-def compiled_for(program: Jitted, mesh: Mesh | None, **jit: Any) -> Jitted:
+def compiled_for(program: Jitted, mesh: Mesh | None, fixed: bool = False, **jit: Any) -> Jitted:
     """Return the jitted ``program`` with the options for its devices.
 
     Without options it is ``program`` itself, and so it is inside of a trace, where jax takes no
@@ -140,7 +147,8 @@ def compiled_for(program: Jitted, mesh: Mesh | None, **jit: Any) -> Jitted:
     """
     if is_traced():
         return program
-    return compiled_with(for_device() if mesh is None else for_mesh(mesh), program, **jit)
+    options = for_device() if mesh is None else for_mesh(mesh)
+    return compiled_with(_kept(options, fixed), program, **jit)
 
 
 def compiled_with(options: Options | None, program: Jitted, **jit: Any) -> Jitted:

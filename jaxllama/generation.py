@@ -456,7 +456,7 @@ def generate(
         chunk=chunk,
     )
     posted = posting(cfg, params, rows.written.shape[1])
-    rows, _ = loop_for(params)(cfg, posted, rows, sampling, stop_ids, max_new_tokens)
+    rows, _ = loop_for(cfg, params)(cfg, posted, rows, sampling, stop_ids, max_new_tokens)
     return rows
 
 

@@ -116,7 +116,7 @@ class Resident:
         prompts = PromptBatch(call.tokens, call.lengths, call.sampling, call.stop_ids)
         begin = start
         if self.mesh is None:  # as an engine compiles its prompts
-            options = compiler_options.for_fixed_sums()
+            options = compiler_options.of_fusions(cfg.fixed_sums)
             begin = compiler_options.compiled_with(options, start, donate_argnums=3, **START)
         head, state, draft_params = None, None, None
         if call.drafting is not None and call.drafting.plan.draft.reads_hidden:
@@ -167,7 +167,7 @@ class Resident:
             rows = call.kept.programs.begin(_key(call.kept, "start", first), first)
             if rows is not None:  # two threads compile both programs
                 rest = rows, call.sampling, call.stop_ids, np.int32(0)
-                then = Wanted(loop_for(params), (params, *rest), cfg)
+                then = Wanted(loop_for(cfg, params), (params, *rest), cfg)
                 call.kept.programs.begin(_key(call.kept, "advance", then), then)
         return _run(call, "start", first)
 
@@ -225,11 +225,11 @@ class ResidentDecoding:
         call = self._call
         rest = self._rows, call.sampling, call.stop_ids, np.int32(until)
         if call.drafting is None:
-            wanted = Wanted(loop_for(self._params), (self._params, *rest), self._cfg)
+            wanted = Wanted(loop_for(self._cfg, self._params), (self._params, *rest), self._cfg)
             self._rows, report = _run(call, "advance", wanted)
             return report
         plan, draft_params, _ = call.drafting
-        self._rows, report = draft_loop_for(self._params)(
+        self._rows, report = draft_loop_for(self._cfg, self._params)(
             self._cfg, plan, self._params, draft_params, *rest, np.int32(call.limit), np.int32(how)
         )
         return report
@@ -366,11 +366,13 @@ def advance_drafts(
     return rows, rows.copied_report()
 
 
-def loop_for(params: Params) -> Callable[..., tuple[Rows, Report]]:
+def loop_for(cfg: ModelConfig, params: Params) -> Callable[..., tuple[Rows, Report]]:
     """Return ``advance``, compiled with the options for the devices of (concrete) parameters."""
-    return compiler_options.compiled_for(advance, mesh_of(params), **_LOOP)
+    return compiler_options.compiled_for(advance, mesh_of(params), cfg.fixed_sums, **_LOOP)
 
 
-def draft_loop_for(params: Params) -> Callable[..., tuple[Rows, Report]]:
+def draft_loop_for(cfg: ModelConfig, params: Params) -> Callable[..., tuple[Rows, Report]]:
     """Return ``advance_drafts``, compiled with the options for the devices of the parameters."""
-    return compiler_options.compiled_for(advance_drafts, mesh_of(params), **_DRAFT_LOOP)
+    return compiler_options.compiled_for(
+        advance_drafts, mesh_of(params), cfg.fixed_sums, **_DRAFT_LOOP
+    )

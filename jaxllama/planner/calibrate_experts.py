@@ -128,11 +128,10 @@ def measure_experts(
     if not computes:
         return ExpertCosts(layer, wait, load, (), ())
     computed = points("CPU", lm, CPU_ROWS)
-    cpu = nnls(
-        [(1.0, point.computed, point.extra) for point in computed],
-        _beyond(computed, waiting, layers),
-    )
-    costs = ExpertCosts(layer, wait, load, cpu, (0.0, 0.0))
+    # An expert costs at least what a further token of it does.
+    terms = [(1.0, point.computed, point.computed + point.extra) for point in computed]
+    visit, expert, token = nnls(terms, _beyond(computed, waiting, layers))
+    costs = ExpertCosts(layer, wait, load, (visit, expert + token, token), (0.0, 0.0))
     both = points("both", lm, CPU_ROWS, False, **costs.of_policy)
     return dataclasses.replace(costs, both=_both(costs, both, _beyond(both, waiting, layers)))
 

@@ -27,6 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxllama import compiler_options
 from jaxllama.decoding.sampling import Sampling
 from jaxllama.engine.engine import Engine
 from jaxllama.engine.options import PREFILL_TOKENS
@@ -83,6 +84,10 @@ class Sampler:
         # The update donates the parameters.
         has_reference = config.goal.beta > 0
         self._reference = jax.tree.map(jnp.copy, params) if has_reference else None
+        options = compiler_options.of_fusions(True) if is_served(setup) else None
+        self._update = compiler_options.compiled_with(
+            options, update, static_argnums=0, donate_argnums=1
+        )
         lm = self._model(params, fixed)
         slots = min(self._rollout.slots, config.batch_size)
         # By default an engine's cache takes the memory that is free, which the update needs.
@@ -145,7 +150,7 @@ class Sampler:
             weights = np.asarray(change) * np.float32(-change.size)
             batch = Batch(tokens, None, weights, prompts=prompt_tokens)
             batch = jax.tree.map(self._microbatches, batch)
-            state, metrics = update(self._setup, state, fixed, batch)
+            state, metrics = self._update(self._setup, state, fixed, batch)
             if prompt_tokens is not None:
                 rows = [metrics.pop(name).reshape(old.shape) for name in ("logprobs", "entropies")]
                 if not number:

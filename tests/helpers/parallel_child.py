@@ -273,7 +273,7 @@ def one_row() -> None:
     report(
         case="one-row",
         collectives=collectives(loop.compile().as_text()),
-        is_default=resident.loop_for(params) is resident.advance,
+        is_default=resident.loop_for(config, params) is resident.advance,
         adds_up=[compiler_options._adds_up(mesh, option) for option in options],
     )
 

@@ -167,7 +167,7 @@ def compile_decode(
         events.append(event)
 
     def compiled() -> jax.stages.Compiled:
-        loop: Jitted = resident.loop_for(params)
+        loop: Jitted = resident.loop_for(cfg, params)
         return loop.lower(cfg, params, state, sampling, stop_ids, np.int32(1)).compile()
 
     jax.monitoring.register_event_listener(listen)
@@ -196,7 +196,9 @@ class Decoding:
         self.kv_dtype = lm.dtype if kv_dtype is None else kv_dtype
         sampling = SamplingParams.stack([Sampling()] * batch, lm.config.vocab_size)
         self.sampling, self.stop_ids = self._everywhere((sampling, jnp.zeros((0,), jnp.int32)))
-        self._loop: Callable[..., Tree] = functools.partial(resident.loop_for(lm.params), lm.config)
+        self._loop: Callable[..., Tree] = functools.partial(
+            resident.loop_for(lm.config, lm.params), lm.config
+        )
         self._params = posting(lm.config, lm.params, batch)
 
     def _everywhere(self, tree: Tree) -> Tree:
