@@ -2,7 +2,7 @@
 
     for_device()                options for ``jax.jit`` of a loop on one device; None: the defaults
     of_fusions(fixed)           those of them that decide how XLA computes a fusion
-    for_small_products(fixed)   options for a loop or a prompt whose large products are kernels
+    for_small_products()        options for a loop or a prompt whose large products are kernels
     for_mesh(mesh)              options for ``jax.jit`` of a loop on a mesh; None: the defaults
     check_sums(mesh)            raises JaxLlamaError if the defaults cannot add over its devices
     compiled_for(program, mesh, fixed)    a jitted loop with these options
@@ -98,13 +98,13 @@ def of_fusions(fixed: bool) -> Options | None:
     return None if for_device() is None else _kept({name: _WHOLE_LOOP[name]}, fixed)
 
 
-def for_small_products(fixed: bool) -> Options | None:
+def for_small_products() -> Options | None:
     """Return ``for_device`` for a program that leaves XLA a router's product and no larger one.
 
     By default XLA compiles dozens of forms of a product and times them: 5 s for each number of
     rows, and more beside other programs.
     """
-    options = _kept(for_device(), fixed)
+    options = for_device()
     return options and {**options, "xla_gpu_enable_triton_gemm": False}
 
 

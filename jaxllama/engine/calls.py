@@ -78,10 +78,11 @@ class Calls:
         self._draft, self._draft_params = draft, draft_params
         # Loops and branches that run without the host. On a mesh prompts gain nothing from this.
         how = {"static_argnums": 0, "donate_argnums": 2}
-        fixed = options.deterministic
-        few = many = functools.partial(compiler_options.compiled_for, mesh=mesh, fixed=fixed, **how)
+        few = many = functools.partial(
+            compiler_options.compiled_for, mesh=mesh, fixed=options.deterministic, **how
+        )
         if routes_alone and mesh is None:
-            small = compiler_options.for_small_products(fixed)
+            small = compiler_options.for_small_products()
             many = functools.partial(compiler_options.compiled_with, small, **how)
         self._fill: Jitted = device.fill
         if mesh is None:
