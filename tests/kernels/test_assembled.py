@@ -30,11 +30,14 @@ if MISSING := [name for name in assembling.WHEELS if name not in HERE]:
 from jax.experimental import topologies  # noqa: E402
 from jax.sharding import SingleDeviceSharding  # noqa: E402
 
+from jaxllama import compiler_options  # noqa: E402
 from pallas_kernels import dispatch  # noqa: E402
+from pallas_kernels import fixed_sums as sums  # noqa: E402
 from pallas_kernels.cards.architecture import BY_NAME  # noqa: E402
 from pallas_kernels.fixed_sums import fixed_sums  # noqa: E402
 from pallas_kernels.matmul.op import quantized_matmul  # noqa: E402
 from tests.helpers.kernel_cases import CASES, S  # noqa: E402
+from tests.helpers.matmul_cases import newest  # noqa: E402
 from tests.kernels.test_plan_records import drawn_call  # noqa: E402
 
 # Their kernels are among those of another case: a backward pass with its forward one, another dtype
@@ -204,3 +207,33 @@ def test_products_of_fixed_sums_stay_apart(device):
         return lowered.compile().as_text().count(" concatenate(")
 
     assert joined(free) and not joined(products)
+
+
+@newest
+def test_programs_of_a_deterministic_model_keep_each_cast(device, monkeypatch):
+    """A product of fixed sums is rounded to bfloat16 and then read as float32.
+
+    By default XLA drops both casts for one block of rows and keeps them for two.  So a row's bits
+    would depend on the rows beside it.
+    """
+    monkeypatch.setattr(sums, "_is_on_cpu", lambda: False)
+    monkeypatch.setattr(compiler_options, "for_device", lambda: compiler_options._WHOLE_LOOP)
+
+    def product(x, w):
+        return jnp.einsum("...k,nk->...n", x, w, preferred_element_type=jnp.float32)
+
+    def half(x, w):
+        with fixed_sums(True):
+            y = sums.by_blocks(product, x, w, axes=2)
+        return y.astype(jnp.bfloat16).astype(jnp.float32) * 0.5
+
+    def keeps(blocks, fixed):
+        """Whether a cast to float32 is left, which only the rounded product has."""
+        shapes = (blocks, 512, 64), (64, 64)
+        arrays = [S(shape, jnp.bfloat16, sharding=device) for shape in shapes]
+        program = compiler_options.compiled_for(jax.jit(half), None, fixed)
+        lowered = program.trace(*arrays).lower(lowering_platforms=("cuda",))
+        return re.search(r"= f32\[.* convert\(", lowered.compile().as_text()) is not None
+
+    assert [keeps(blocks, False) for blocks in (1, 2)] == [False, True]
+    assert [keeps(blocks, True) for blocks in (1, 2)] == [True, True]
