@@ -13,7 +13,7 @@ order of its own in each layer. A JSON line after each measurement. The parts:
     cpu       the same where the CPU computes a part, and where it computes all; the rate at which
               a handler reads the host's memory
     solver    the solver's placement beside all loaded and all computed; predicted, measured; and
-              prompts of 512 and 8,192 tokens under its placement for one row
+              prompts of 512 and 8,192 tokens under its placement for each
     schemes   the CPU's experts beside its memory, in other schemes
 
     XLA_PYTHON_CLIENT_MEM_FRACTION=0.114 python -m benchmarks.offload_experts decode prompt cpu
@@ -485,15 +485,15 @@ def solver(
     calibration = machine(costs, nnls([(1.0, rows) for rows in EXPERT_ROWS], rest))
     tell("costs", lambda: {**dataclasses.asdict(costs), "points": points})
 
-    def task(rows: int) -> Task:
-        return Task(rows, 1, 63)
+    def task(rows: int, length: int = 1) -> Task:
+        return Task(rows, length, 63)
 
-    def planned(rows: int, use: str) -> Policy:
+    def planned(rows: int, use: str, length: int = 1) -> Policy:
         base = Policy(gpu_batch_size=rows)  # the solver's part for one batch of all rows
-        found = one_by_one(cfg, base, use, calibration, task(rows), limits, settings)
+        found = one_by_one(cfg, base, use, calibration, task(rows, length), limits, settings)
 
         def rate(policy: Policy) -> float:
-            return predict(cfg, policy, calibration, task(rows), settings).tokens_per_second
+            return predict(cfg, policy, calibration, task(rows, length), settings).tokens_per_second
 
         return max(found, key=rate)
 
@@ -524,8 +524,10 @@ def solver(
                 name, policy = f"{kind}, {rows} rows", planned(rows, path)
                 lm = host.model(policy, use, bias)
                 tell(f"{name}, solver", compared, policy, rows, lm)
-                for length in (64, 128) if small else (512, LONG):
+                for length in (32, 64) if small else (512, LONG):
                     if rows == EXPERT_ROWS[0] and bias is None:
+                        del lm
+                        lm = host.model(planned(rows, path, length))
                         tell(f"warm, prompt {length}", prompt, lm, length)
                         tell(f"solver, prompt {length}", prompt, lm, length)
                 cold = Policy.parse(f"{EVERY} gpu_batch_size={rows} experts=0/100")

@@ -191,6 +191,7 @@ def test_random_calls_are_assembled(part, device, capfd):
     assert found and not serialized
 
 
+@newest
 def test_products_of_fixed_sums_stay_apart(device):
     """XLA makes one product of those with the same rows, or the same weight, whose sums differ."""
     x, w = (S((n, 256), jnp.bfloat16, sharding=device) for n in (32, 64))
