@@ -10,8 +10,7 @@ the engine's bits. The backward pass differentiates the trainer's form of a laye
 All tokens of an answer are one exact draft (``records.Draft``), so each weight is read once for all
 of them. On a CPU rows go one by one, as XLA adds the chunks of several rows otherwise.
 
-Left out: layers that read another's keys, losses of routers, FP8 products. Delta layers on a CPU
-are equal up to rounding, because XLA's fusions round by what is beside them.
+Left out: layers that read another's keys, losses of routers, FP8 products.
 """
 
 from __future__ import annotations
