@@ -86,6 +86,7 @@ def for_device() -> Options | None:
 
 
 def _kept(options: Options | None, fixed: bool) -> Options | None:
+    """Return the options, and with fixed sums the one that keeps casts."""
     return options and {**options, **(_KEPT if fixed else {})}
 
 

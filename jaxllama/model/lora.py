@@ -46,7 +46,6 @@ from jaxllama.errors import JaxLlamaError
 from jaxllama.model.param import Param, Path
 from jaxllama.typing import Params, ParamsDict, Tree
 from pallas_kernels.cpu import CpuWeight, restore
-from pallas_kernels.fixed_sums import by_blocks
 from pallas_kernels.matmul.codes import low_rank_sums
 from pallas_kernels.qtensor import QTensor, RowBlocks, dequantize
 from pallas_kernels.rows.low_rank import inner_products, quantize_adapted
@@ -86,8 +85,7 @@ class Lora(NamedTuple):
 
     def product(self, x: jax.Array) -> jax.Array:
         """Return each row's low-rank product of ``x[B, T, in]``, float32 ``[B, T, out]``."""
-        inner = inner_products(x, self.a, self.of(x))
-        return by_blocks(low_rank_sums, inner, self.b, axes=2)
+        return low_rank_sums(inner_products(x, self.a, self.of(x)), self.b)
 
     def sums_in(self, dtype: DTypeLike) -> DTypeLike:
         """Return the dtype in which a result of ``dtype`` and the base's product are added."""

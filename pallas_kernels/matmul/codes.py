@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.fixed_sums import by_blocks
 from pallas_kernels.matmul.call import LowRankTerm, Static
 from pallas_kernels.matmul.weight_only import Dims, finish, map_tiles, weight_only
 from pallas_kernels.qtensor import QTensor, take_columns
@@ -114,10 +115,14 @@ def _fp8_tiled(xq: jax.Array, wq: jax.Array) -> jax.Array:
 def low_rank_sums(inner: jax.Array, second: tuple[jax.Array, ...]) -> jax.Array:
     """float32 ``[..., sum N_s]``: of each source ``[..., R]`` of inner times ``second[N_s, R]``."""
     precision = lax.Precision.HIGHEST if inner.dtype == jnp.float32 else None
-    parts = [
-        jnp.einsum(
-            "...r,nr->...n", part, b, precision=precision, preferred_element_type=jnp.float32
-        )
-        for part, b in zip(jnp.split(inner, len(second), axis=-1), second, strict=True)
-    ]
-    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-1)
+
+    def sums(inner: jax.Array, second: tuple[jax.Array, ...]) -> jax.Array:
+        parts = [
+            jnp.einsum(
+                "...r,nr->...n", part, b, precision=precision, preferred_element_type=jnp.float32
+            )
+            for part, b in zip(jnp.split(inner, len(second), axis=-1), second, strict=True)
+        ]
+        return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-1)
+
+    return by_blocks(sums, inner, second, axes=inner.ndim - 1)

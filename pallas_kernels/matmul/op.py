@@ -320,9 +320,7 @@ def _with_low_rank(
     """Compute the product, then add the low-rank term."""
     alone = Around(jnp.dtype(jnp.float32), around.bias)
     y = _product(x, w, alone, implementation)
-    inner, second = low_rank
-    added = by_blocks(low_rank_sums, inner, second, axes=inner.ndim - 1)
-    return (y + added).astype(around.out)
+    return (y + low_rank_sums(*low_rank)).astype(around.out)
 
 
 def _prepared_product(

@@ -392,6 +392,7 @@ def test_prompts_are_compiled_as_in_an_engine(deterministic, monkeypatch):
     cfg = LLAMA.first_layers(1)
     lm, asked = LanguageModel(cfg, params_of(cfg), None, deterministic=deterministic), []
     want = lm.generate([[5, 6, 7]], 3)
-    monkeypatch.setattr(compiler_options, "of_fusions", lambda fixed: asked.append(1) or {})
+    monkeypatch.setattr(compiler_options, "of_fusions", lambda fixed: asked.append(fixed) or {})
     [got] = lm.generate([[5, 6, 7]], 3)
-    assert asked == [1] and (got.tokens, got.logprobs) == (want[0].tokens, want[0].logprobs)
+    assert asked == [deterministic]
+    assert (got.tokens, got.logprobs) == (want[0].tokens, want[0].logprobs)
