@@ -67,9 +67,9 @@ from jaxllama.offload.store import Store
 from jaxllama.offload.units import SPAN
 from jaxllama.placement import Placement
 from jaxllama.planner.accounting import weight_shapes
-from jaxllama.planner.calibrate_experts import EXPERT_ROWS, StepPoint, measure_experts
+from jaxllama.planner.calibrate_experts import EXPERT_ROWS, StepPoint, depths, measure_experts
 from jaxllama.planner.cost import MemoryLimits, PlannerSettings, Task, need_of, predict
-from jaxllama.planner.experts import ExpertCosts, expert_counts, experts_step
+from jaxllama.planner.experts import ALL_ON_CPU, ExpertCosts, expert_counts, experts_step
 from jaxllama.planner.fitting import Calibration, Moving, nnls
 from jaxllama.planner.solve import one_by_one
 from jaxllama.planner.trial import random_expert, random_run, random_tree, spread_routes, timed_step
@@ -80,11 +80,11 @@ PARTS = ("decode", "prompt", "cpu", "solver", "schemes")
 SCHEME = "none,experts_*=mxfp4"
 EXPERTS = ("experts_gate_up", "experts_down")
 EVERY = "100 0 100 0 100 0"
-ON_CPU = {"cpu_expert": 1e-6, "cpu_token": 0.0}
+ON_CPU = {"cpu_expert": ALL_ON_CPU, "cpu_token": 0.0}
 COSTS = ((0.5, 0.15), (0.8, 0.2), (0.3, 0.1))  # of an expert on the CPU, and of each further token
 SPREAD, WARM, LONG = Sampling(temperature=100.0), 40, 8192
 CAPACITY = 128  # tokens of a row that decodes: one number, so that phases share programs
-DEPTH = 4  # layers of the model that is calibrated
+DEPTH = 4  # least number of layers of the model that is calibrated
 Views = dict[int, tuple[jax.Array, ...]]
 BYTES = 450e6  # of experts; more than the last-level cache that one of many machines may use
 
@@ -463,7 +463,7 @@ def with_cpu(tell: Report, cfg: ModelConfig, distinct: int, small: bool) -> None
 def solver(
     tell: Report, cfg: ModelConfig, distinct: int, small: bool, scheme: str, gb: float
 ) -> None:
-    """The part ``solver``: predictions are of costs measured with four layers without windows."""
+    """The part ``solver``: predictions are of costs measured with few layers without windows."""
     assert cfg.experts is not None
     computes = unavailable() is None
     host, dtype = Host(cfg, computes, distinct, scheme), default_dtype()
@@ -473,15 +473,19 @@ def solver(
         each = sum(layout.nbytes for layout in host.layouts.values())
         total = int(0.6 * each * cfg.n_layers * cfg.experts.n_experts) + 4 * 1024 * 128 * 4
     limits = MemoryLimits(total, 10**12, 0)
-    alike = cfg.replace(window_layers=()).first_layers(min(DEPTH, cfg.n_layers))
+    # Layers that are all on the device; a span of four layers is one program.
+    own = sum(layout.nbytes for layout in host.layouts.values()) * cfg.experts.n_experts
+    held = max(DEPTH, int(0.6 * total / own) // DEPTH * DEPTH)
+    alike = cfg.replace(window_layers=()).first_layers(min(held, 3 * DEPTH, cfg.n_layers))
     points: dict[str, list[StepPoint]] = {}
     model = functools.partial(host.model, cfg=alike)
+    few, deep = depths(alike)
     costs = measure_experts(alike, model, dtype, 512, points.__setitem__, computes)
-    short = zip(points["link"], points["link, one layer"], strict=True)
-    rest = [
-        max(1e-9, one.seconds - (own.seconds - one.seconds) / (alike.n_layers - 1))
-        for own, one in short
+    pairs = zip(points["link"], points["link, shallow"], strict=True)
+    each = [
+        (short.seconds, (whole.seconds - short.seconds) / (deep - few)) for whole, short in pairs
     ]
+    rest = [max(1e-9, seconds - few * layer) for seconds, layer in each]
     calibration = machine(costs, nnls([(1.0, rows) for rows in EXPERT_ROWS], rest))
     tell("costs", lambda: {**dataclasses.asdict(costs), "points": points})
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,13 +30,13 @@ from jaxllama.engine import slots as device
 from jaxllama.engine.options import ResolvedOptions
 from jaxllama.engine.passes import CallSizes
 from jaxllama.engine.slots import NOBODY
+from jaxllama.engine.transfers import Moved
 from jaxllama.kept import Wanted
-from jaxllama.typing import Jitted, Params, Tree
+from jaxllama.typing import Jitted, Params
 from pallas_kernels.experts.route_plan import MOST_TOKENS
 
 ProgramCall = tuple[Hashable, Wanted]
 IdleCall = Callable[[], ProgramCall]
-Moved = Literal["pages", "state"]
 MOVES = records.save, records.load_pages, records.load_state
 
 
@@ -59,8 +59,8 @@ class Decode(NamedTuple):
 class Calls:
     """The programs of an engine with these options.
 
-    draft, draft_params: the source of drafts, and its parameters if it is a model. n_moved: number
-    of pages that move between the device and the tiers together; 0 if none do.
+    draft, draft_params: the source of drafts, and its parameters if it is a model. moved: numbers
+    of pages that move between the device and the tiers together.
     """
 
     def __init__(
@@ -70,11 +70,11 @@ class Calls:
         mesh: Mesh | None,
         draft: Draft,
         draft_params: Params | None,
-        n_moved: int = 0,
+        moved: Sequence[int] = (),
         *,
         routes_alone: bool = False,
     ) -> None:
-        self._cfg, self._options, self._n_moved = cfg, options, n_moved
+        self._cfg, self._options, self._moved = cfg, options, moved
         self._draft, self._draft_params = draft, draft_params
         # Loops and branches that run without the host. On a mesh prompts gain nothing from this.
         how = {"static_argnums": 0, "donate_argnums": 2}
@@ -183,13 +183,12 @@ class Calls:
         return ("save", kind, len(indices)), Wanted(records.save, (leaves(slots), indices))
 
     def loading(
-        self, slots: device.BatchState, indices: np.ndarray, moved: Sequence[Tree], kind: Moved
+        self, slots: device.BatchState, indices: np.ndarray, moved: jax.Array, kind: Moved
     ) -> ProgramCall:
         """Return the call that puts records into pages, or one into a slot and a snapshot."""
         if kind == "state":
-            return ("load", kind), Wanted(records.load_state, (slots, indices, moved[0]))
-        operands = slots, indices, tuple(moved)
-        return ("load", kind, len(indices)), Wanted(records.load_pages, operands)
+            return ("load", kind), Wanted(records.load_state, (slots, indices, moved))
+        return ("load", kind, len(indices)), Wanted(records.load_pages, (slots, indices, moved))
 
     # Calls without rows
 
@@ -258,25 +257,26 @@ class Calls:
     def _moving(self, slots: Callable[[], device.BatchState]) -> list[IdleCall]:
         """Return calls that move no page and no state."""
 
-        def blank_record(leaves: Sequence[jax.Array]) -> jax.Array:
-            return jnp.zeros(records.record_bytes(leaves) // 4, jnp.uint32)
+        def blank_records(leaves: Sequence[jax.Array], n: int) -> jax.Array:
+            return jnp.zeros((n, records.record_bytes(leaves) // 4), jnp.uint32)
 
-        calls: list[IdleCall] = []
-        if self._n_moved:
-            none = np.full(self._n_moved, NOBODY, np.int32)
-            calls.append(lambda: self.saving(slots(), none, "pages"))
+        def save_pages(n: int) -> IdleCall:
+            return lambda: self.saving(slots(), np.full(n, NOBODY, np.int32), "pages")
 
-            def load_pages() -> ProgramCall:
-                record = blank_record(records.page_leaves(slots()))
-                return self.loading(slots(), none, [record] * len(none), "pages")
+        def load_pages(n: int) -> IdleCall:
+            def call() -> ProgramCall:
+                blank = blank_records(records.page_leaves(slots()), n)
+                return self.loading(slots(), np.full(n, NOBODY, np.int32), blank, "pages")
 
-            calls.append(load_pages)
+            return call
+
+        calls = [move(n) for n in self._moved for move in (save_pages, load_pages)]
         if self._options.has_tiers and self._options.snapshots:
             calls.append(lambda: self.saving(slots(), np.full(1, NOBODY, np.int32), "state"))
 
             def load_state() -> ProgramCall:
-                record = blank_record(records.state_leaves(slots()))
-                return self.loading(slots(), np.full(2, NOBODY, np.int32), [record], "state")
+                blank = blank_records(records.state_leaves(slots()), 1)
+                return self.loading(slots(), np.full(2, NOBODY, np.int32), blank, "state")
 
             calls.append(load_state)
         return calls

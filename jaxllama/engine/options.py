@@ -48,7 +48,7 @@ DRAFTING_TOKENS = {True: 16, False: 64}
 # Caches of 16-bit activations by default, by the largest memory of a card in GB.
 SMALL_CARDS = ((8, "int4"), (16, "int8"))
 # Bytes of the pages that move between the device and the tiers together.
-TRANSFER_BYTES = 128 << 20
+TRANSFER_BYTES = 144 << 20  # 32 pages of an 8B in int8
 # Largest default of ``host_cache_gb``, in bytes; jax pins twice as much by default.
 HOST_CACHE_BYTES = 32 * 10**9
 # Default bytes of the host's memory for the cache.

@@ -1,8 +1,8 @@
 """Records: a page, or a snapshot of the states, as words; and the programs that make and read them.
 
-    copies = save(page_leaves(slots), pages)      uint32 arrays, one a page
+    records = save(page_leaves(slots), pages)     uint32 [n, size], a row for each page
     slots = load_pages(slots, pages, records)
-    (copy,) = save(state_leaves(slots), row)      a snapshot of all layers with a state
+    record = save(state_leaves(slots), row)       a snapshot of all layers with a state
     slots = load_state(slots, where, record)      to a slot and to a row of the snapshots
 
 A record has the bytes of all layers one after the other, in the cache's own codes: two codes of
@@ -27,6 +27,7 @@ from jaxllama.engine.batch import BatchState
 from jaxllama.errors import JaxLlamaError
 from jaxllama.model.cache import LayerState
 from jaxllama.model.mixers.attention.state import KVCache
+from jaxllama.offload.experts import host_view
 from jaxllama.typing import LocalDevice, Tree
 from pallas_kernels.rounding import NIBBLES
 from pallas_kernels.rows.words import gather, row_bytes, scatter
@@ -51,13 +52,13 @@ def record_bytes(leaves: Sequence[jax.Array]) -> int:
 
 
 @jax.jit
-def save(leaves: Sequence[jax.Array], rows: jax.Array) -> tuple[jax.Array, ...]:
-    """Return the records of these rows of the arrays, uint32."""
+def save(leaves: Sequence[jax.Array], rows: jax.Array) -> jax.Array:
+    """Return the records of these rows of the arrays, uint32 ``[n, size]``."""
     return gather(leaves, rows)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def load_pages(slots: BatchState, pages: jax.Array, records: Sequence[jax.Array]) -> BatchState:
+def load_pages(slots: BatchState, pages: jax.Array, records: jax.Array) -> BatchState:
     layers = slots.cache.layers
     paged = tuple(layer if isinstance(layer, KVCache) else None for layer in layers)
     return slots.with_layers(_joined(_put(paged, pages, records), layers))
@@ -69,11 +70,11 @@ def load_state(slots: BatchState, where: jax.Array, record: jax.Array) -> BatchS
     layers = slots.cache.layers
     kept = zip(slots.snapshots, layers, strict=True)
     states = tuple(None if known is None else state for known, state in kept)
-    slots = slots.with_layers(_joined(_put(states, where[:1], [record]), layers))
-    return dataclasses.replace(slots, snapshots=_put(slots.snapshots, where[1:], [record]))
+    slots = slots.with_layers(_joined(_put(states, where[:1], record), layers))
+    return dataclasses.replace(slots, snapshots=_put(slots.snapshots, where[1:], record))
 
 
-def _put(tree: Tree, rows: jax.Array, records: Sequence[jax.Array]) -> Tree:
+def _put(tree: Tree, rows: jax.Array, records: jax.Array) -> Tree:
     """Write records to these rows of the tree's arrays."""
     leaves, structure = jax.tree.flatten(tree)
     return structure.unflatten(scatter(leaves, rows, records))
@@ -92,15 +93,20 @@ class Memories:
         self.on_device = SingleDeviceSharding(device, memory_kind="device")
         self.on_host = SingleDeviceSharding(device, memory_kind="pinned_host")
 
-    def to_device(self, records: Sequence[jax.Array]) -> list[jax.Array]:
-        return jax.block_until_ready(jax.device_put(list(records), self.on_device))
+    def to_device(self, records: jax.Array) -> jax.Array:
+        return jax.block_until_ready(jax.device_put(records, self.on_device))
 
     def pin(self, data: np.ndarray) -> jax.Array:
-        """Return the record of these bytes in pinned memory.  Raises as ``to_host`` does."""
+        """Return records of these bytes in pinned memory.  Raises as ``to_host`` does."""
         return self.to_host(data.view(np.uint32))
 
-    def to_host(self, data: Tree) -> Tree:
-        """Return arrays in pinned memory.  Raises JaxLlamaError if there is no room in it."""
+    @staticmethod
+    def view(records: jax.Array) -> np.ndarray:
+        """Return the bytes of records in pinned memory, without a copy."""
+        return host_view(records).reshape(len(records), -1)
+
+    def to_host(self, data: jax.Array | np.ndarray) -> jax.Array:
+        """Return records in pinned memory.  Raises JaxLlamaError if there is no room in it."""
         try:
             return jax.block_until_ready(jax.device_put(data, self.on_host))
         except jax.errors.JaxRuntimeError as error:

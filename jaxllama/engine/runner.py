@@ -23,7 +23,7 @@ from jaxllama.decoding.gain import DRAFT, Gain
 from jaxllama.engine import lazy_zeros, records
 from jaxllama.engine import slots as device
 from jaxllama.engine.adapters import AdapterSlots
-from jaxllama.engine.calls import Calls, Decode, IdleCall, Moved, blank
+from jaxllama.engine.calls import Calls, Decode, IdleCall, blank
 from jaxllama.engine.grammar import NextTokens
 from jaxllama.engine.options import TRANSFER_BYTES, ResolvedOptions
 from jaxllama.engine.pages import KVPages, Save
@@ -33,17 +33,16 @@ from jaxllama.engine.scheduler import Fill, Prefix, Sequence, TurnPlan
 from jaxllama.engine.slots import NOBODY
 from jaxllama.engine.tier_files import TierFiles
 from jaxllama.engine.tiers import Tiers
-from jaxllama.engine.transfers import Arrived, OnDevice, Transfers
+from jaxllama.engine.transfers import Arrived, Moved, OnDevice, Transfers
 from jaxllama.executors.executor import DraftSource
 from jaxllama.kept import Wanted, folder, trim
 from jaxllama.model.decoder import activation_dtype
 from jaxllama.model.lora import for_rows
-from jaxllama.offload.experts import host_view
 from jaxllama.parallel.mesh import mesh_of
 from jaxllama.typing import LocalDevice, Tree
 from pallas_kernels.qtensor import QTensor, leaves_of
 
-LARGEST_GROUP = 64  # pages that move together, so that the program has no more operands
+LARGEST_BLOCK = 32  # pages that move together: those of a chunk of a prompt
 Item = TypeVar("Item")
 Kind = TypeVar("Kind", bound=Hashable)
 
@@ -113,13 +112,16 @@ class Runner:
         self.slots = self._empty()
         pages = records.page_leaves(self.slots)
         self.transfers: Transfers | None = None
-        n_moved = 0
+        moved: list[int] = []
         if options.has_tiers:
+            most = 1
             if pages:
-                most = TRANSFER_BYTES // records.record_bytes(pages)
-                n_moved = max(min(most, options.row_pages, LARGEST_GROUP), 1)
+                nbytes = min(TRANSFER_BYTES, options.host_bytes // 8)
+                room = min(nbytes // records.record_bytes(pages), options.row_pages, LARGEST_BLOCK)
+                most = 1 << max(room.bit_length() - 1, 0)
             [where] = self.slots.token.devices()
-            self.transfers = _transfers(options, max(n_moved, 1), where)
+            self.transfers = _transfers(options, most, where)
+            moved = self.transfers.tiers.sizes if pages else []
         states = options.snapshots // options.parts
         self.pools = [
             KVPages(
@@ -139,7 +141,7 @@ class Runner:
             self.mesh,
             self._draft,
             self.draft_params,
-            n_moved,
+            moved,
             routes_alone=self._routes_alone(),
         )
         where = list(self.slots.token.devices() if self.mesh is None else self.mesh.devices.flat)
@@ -292,29 +294,28 @@ class Runner:
     def _saves(
         self, pages: list[Save], states: list[Save]
     ) -> Iterator[Callable[[], device.BatchState]]:
-        n = 0 if self.transfers is None else self.transfers.n
-        for first in range(0, len(pages), max(n, 1)):
-            group = pages[first : first + n]
-            yield lambda group=group: self._save(group, n, "pages")
+        if self.transfers is None:
+            return
+        for group in self.transfers.tiers.runs(pages):
+            yield lambda group=group: self._save(group, "pages")
         for state in states:
-            yield lambda state=state: self._save([state], 1, "state")
+            yield lambda state=state: self._save([state], "state")
 
-    def _save(self, saves: list[Save], n: int, kind: Moved) -> device.BatchState:
+    def _save(self, saves: list[Save], kind: Moved) -> device.BatchState:
         assert self.transfers is not None
-        indices = np.full(n, NOBODY, np.int32)
+        indices = np.full(self.transfers.tiers.size_of(len(saves)), NOBODY, np.int32)
         indices[: len(saves)] = [save.index for save in saves]
         copies = self._programs.call(*self._calls.saving(self.slots, indices, kind))
-        self.transfers.saved([save.key for save in saves], copies[: len(saves)])
+        self.transfers.saved([save.key for save in saves], copies, kind)
         return self.slots
 
     def _load(self, arrived: Arrived) -> device.BatchState:
         assert self.transfers is not None
-        n, moved = self.transfers.n, arrived.records
-        indices = np.full(n, NOBODY, np.int32)
-        indices[: len(moved)] = arrived.pages
-        moved = [*moved, *moved[:1] * (n - len(moved))]
-        slots = self._programs.call(*self._calls.loading(self.slots, indices, moved, "pages"))
-        self.transfers.placed()
+        indices = np.full(len(arrived.data), NOBODY, np.int32)
+        indices[list(arrived.pages)] = list(arrived.pages.values())
+        call = self._calls.loading(self.slots, indices, arrived.data, "pages")
+        slots = self._programs.call(*call)
+        self.transfers.placed(len(indices))
         return slots
 
     def _states(
@@ -613,13 +614,13 @@ def _committed(tree: Tree) -> Tree:
     return jax.tree.map(bound, tree)
 
 
-def _transfers(options: ResolvedOptions, n: int, device: LocalDevice) -> Transfers:
+def _transfers(options: ResolvedOptions, most: int, device: LocalDevice) -> Transfers:
     files = None
     if options.disk_cache is not None:
         files = TierFiles(options.disk_cache, options.disk_bytes)
     places = records.Memories(device)
-    tiers = Tiers(options.host_bytes, files, places.pin, host_view)
-    return Transfers(tiers, n, places.to_device, places.to_host)
+    tiers = Tiers(options.host_bytes, files, most, places.pin, places.view)
+    return Transfers(tiers, places.to_device, places.to_host)
 
 
 def _groups(items: list[Item], kind: Callable[[Item], Kind]) -> Iterator[tuple[Kind, list[Item]]]:

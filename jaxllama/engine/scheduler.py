@@ -42,8 +42,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 
 from jaxllama.engine.pages import Held, KVPages, Save
 from jaxllama.engine.request import FinishReason, Request
-from jaxllama.engine.tiers import Record
-from jaxllama.engine.transfers import Arrived, Load, Transfers
+from jaxllama.engine.transfers import Arrived, Load, OnDevice, Transfers
 from jaxllama.errors import JaxLlamaError
 
 # Number of later arrivals that a step of priority is worth.
@@ -173,7 +172,7 @@ class Prefix:
 
     length: int
     snapshot: int | None
-    state: Record | None = None
+    state: OnDevice | None = None
     copy: tuple[int, int] | None = None
 
 

@@ -1,11 +1,11 @@
 """TierFiles: pages and states on disk, a file each, which a later server finds again.
 
-    files.find(key) -> bool        files.read(key) -> uint8 array | None
-    files.write(key, data) -> bool
+    files.find(key) -> bool                files.nbytes_of(key) -> bytes
+    files.write(key, data) -> bool         files.read(key, out) -> bool
 
 Contract. A file has its final name only when it is complete, so several servers may use one folder.
-A reader takes a file that another server has deleted as one that is not there. ``read`` returns
-what was written or None: it compares the length and a CRC-32. A damaged file is deleted, and the
+A reader takes a file that another server has deleted as one that is not there. ``read`` gives
+what was written or nothing: it compares the length and a CRC-32. A damaged file is deleted, and the
 log has one sentence about it. If the disk refuses a write, the log has one sentence, and nothing is
 written for ``PAUSE`` seconds. The folder holds at most ``limit`` bytes: the files that were used
 longest ago are deleted first, those of other models and servers too.
@@ -89,32 +89,32 @@ class TierFiles:
         self._add(name, size)
         return True
 
-    def size(self, key: bytes) -> int:
-        """Return the bytes of a file that ``find`` has found; 0 for others."""
-        return self._sizes.get(key.hex(), 0)
+    def nbytes_of(self, key: bytes) -> int:
+        """Return the bytes of a record that ``find`` has found; 0 for others."""
+        return max(self._sizes.get(key.hex(), 0) - _HEADER.size, 0)
 
-    def read(self, key: bytes) -> np.ndarray | None:
-        """Return the bytes, uint8; None if they are missing or damaged."""
+    def read(self, key: bytes, out: np.ndarray) -> bool:
+        """Read a record into ``out``, uint8 of its size, unless it is missing or damaged."""
         name = key.hex()
         path = self._path(name)
         try:
             with open(path, "rb", buffering=0) as file:
-                data = _read(file.fileno())
+                _read(file.fileno(), out)
             os.utime(path)
         except FileNotFoundError:
             self._forget(name)
-            return None
+            return False
         except (OSError, ValueError) as error:
             why = getattr(error, "strerror", None) or error
             _log.warning("%s is damaged (%s): its tokens are computed again", path, why)
             with contextlib.suppress(OSError):
                 os.unlink(path)
             self._forget(name)
-            return None
+            return False
         with self._lock:
             if name in self._sizes:
                 self._sizes.move_to_end(name)
-        return data
+        return True
 
     def write(self, key: bytes, data: np.ndarray) -> bool:
         """Write a file, and return whether it is there. The disk may refuse; that is no error."""
@@ -215,22 +215,20 @@ def _write(path: Path, data: np.ndarray) -> None:
                 done += file.write(part[done:])
 
 
-def _read(descriptor: int) -> np.ndarray:
-    """Return the bytes of an open file. Raises OSError, or ValueError for a damaged file."""
+def _read(descriptor: int, out: np.ndarray) -> None:
+    """Read an open file into ``out``. Raises OSError, or ValueError for a damaged file."""
     size = os.fstat(descriptor).st_size
     header = os.read(descriptor, _HEADER.size)
     if len(header) < _HEADER.size:
         raise ValueError(f"{size} bytes")
     mark, nbytes, check = _HEADER.unpack(header)
-    if mark != _MARK or size != _HEADER.size + nbytes:
+    if mark != _MARK or size != _HEADER.size + nbytes or nbytes != len(out):
         raise ValueError(f"{size} bytes, not what was written")
-    data = np.empty(nbytes, np.uint8)
     done = 0
     while done < nbytes:
-        count = os.readv(descriptor, [data.data[done:]])
+        count = os.readv(descriptor, [out.data[done:]])
         if not count:
             raise ValueError(f"{done} of {nbytes} bytes")
         done += count
-    if zlib.crc32(data.data) != check:
+    if zlib.crc32(out.data) != check:
         raise ValueError("its checksum is another one")
-    return data

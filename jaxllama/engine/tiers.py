@@ -2,20 +2,27 @@
 
     tiers.root(weights, cache_key) -> key      of the empty prefix; ``after(key, tokens)`` goes on
     tiers.has(key)                             whether a tier has the record of this key
-    tiers.fetch(keys) -> [record, ...]         or a Future of one that is read from disk
-    tiers.put(key, record)                     a record that a device gave
+    tiers.fetch(keys) -> [(keys, block), ...]  or a Future of a block that is made for them
+    tiers.put(keys, data)                      records that a device gave
 
 A record is what one page, or one snapshot of the states, keeps of its tokens: bytes in host memory.
 Its key is a hash of everything that its bytes depend on: the weights, the layout of the cache, the
 adapter, the salt, and all tokens from the beginning. So another model, another client's salt or
 another beginning never finds it.
 
+A block is one array of some records, which came together and move together: a card's link takes
+one large copy, and rows that decode hardly feel it. ``block_sizes`` are the numbers of its rows, of
+which up to a quarter may be empty.
+``fetch`` makes new blocks of records that it reads from disk, and of those that lie scattered over
+blocks that have others too.
+
 Contract. Records never change, so a key may be written by any server and read by any other one.
 Host memory holds at most ``host_bytes`` bytes, and the disk as many as ``TierFiles`` says; each
-forgets first what was used longest ago. A record is written to the disk as soon as it is in host
-memory, so that a server that is killed finds it again. Up to ``BEHIND`` bytes more wait in memory
-for a slow disk after they have left host memory; others are lost. Source: LRU tiers below a radix
-tree as in SGLang's HiCache (2025) and LMCache (arXiv 2510.09665).
+forgets first what was used longest ago, the host's memory whole blocks. A record is written to the
+disk as soon as it is in host memory, so that a server that is killed finds it again. Blocks with up
+to ``BEHIND`` bytes more wait in memory for a slow disk after they have left host memory; others are
+lost. Source: LRU tiers below a radix tree as in SGLang's HiCache (2025) and LMCache
+(arXiv 2510.09665).
 """
 
 from __future__ import annotations
@@ -23,24 +30,27 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import functools
 import hashlib
+import itertools
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import numpy as np
 
 from jaxllama.engine.tier_files import TierFiles
 
-# Bytes in host memory with ``nbytes``: an array in pinned memory, or of numpy.
-Record: TypeAlias = Any
+# An array ``[n, size]`` of n records: in pinned memory, or of numpy.
+Records: TypeAlias = Any
 CacheKey: TypeAlias = "tuple[str | None, str]"  # an adapter and a salt
 
 THREADS = 4  # that read files, and as many that write them
 BEHIND = 1 << 30  # bytes that have left host memory and wait to be written
 CLOSING = 8.0  # seconds for the records that wait to be written when the engine stops
+Item = TypeVar("Item")
 
 
 def after(key: bytes, tokens: Sequence[int]) -> bytes:
@@ -78,6 +88,23 @@ class Identity:
         return hashlib.blake2b(repr(facts).encode(), digest_size=20).digest()
 
 
+def block_sizes(most: int) -> list[int]:
+    """Return the numbers of rows of a block, largest first: ``most``, quarters of it, and 1."""
+    return [most, *block_sizes(max(most // 4, 1))] if most > 1 else [1]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Block:
+    """Records side by side. rows: of ``data [n, size]``, by key."""
+
+    data: Records
+    rows: Mapping[bytes, int]
+
+    @property
+    def record_bytes(self) -> int:
+        return self.data.nbytes // len(self.data)
+
+
 @dataclasses.dataclass
 class TierCounts:
     """What the tiers have given and hold. lost: pages that left the device before a copy began."""
@@ -98,31 +125,37 @@ class Tiers:
         Largest number of bytes in host memory.
     files
         The records on disk, if there are any.
+    most
+        Largest number of records of a block.
     pin
-        Returns bytes that were read from a file as a record.
+        Returns bytes ``[n, size]`` as a block's data.
     view
-        Returns a record's bytes without a copy.
+        Returns a block's bytes ``[n, size]`` without a copy.
     """
 
     def __init__(
         self,
         host_bytes: int,
         files: TierFiles | None,
-        pin: Callable[[np.ndarray], Record],
-        view: Callable[[Record], np.ndarray],
+        most: int,
+        pin: Callable[[np.ndarray], Records],
+        view: Callable[[Records], np.ndarray],
     ) -> None:
         self.host_bytes, self.files = host_bytes, files
+        self.sizes = block_sizes(most)
         self.identity: Identity | None = None  # None: nothing is kept or found
         self.counts = TierCounts()
         self._pin, self._view = pin, view
-        self._lock = threading.Lock()
-        self._host: collections.OrderedDict[bytes, Record] = collections.OrderedDict()
+        self._lock = threading.RLock()
+        self._host: dict[bytes, Block] = {}
+        # The number of ``_host``'s keys that each block has; those used longest ago come first.
+        self._blocks: collections.OrderedDict[Block, int] = collections.OrderedDict()
         self.host_used = 0
-        self._reading: dict[bytes, Future[Record | None]] = {}
+        self._making: dict[bytes, Future[Block]] = {}
         self._ahead: set[bytes] = set()  # read for a request that has not fetched them yet
         self._unreadable: set[bytes] = set()
         # Records that wait to be written, oldest first; the bytes of those that left host memory.
-        self._unwritten: collections.OrderedDict[bytes, Record] = collections.OrderedDict()
+        self._unwritten: collections.OrderedDict[bytes, Block] = collections.OrderedDict()
         self._left: dict[bytes, int] = {}
         self._behind = 0  # the sum of ``_left``
         self._writing = 0  # records that a thread writes now
@@ -142,66 +175,85 @@ class Tiers:
         with self._lock:
             if key in self._unreadable:
                 return False
-            if key in self._host or key in self._unwritten or key in self._reading:
+            if self._found(key) is not None or key in self._making:
                 return True
-        return self.files is not None and self.files.size(key) > 0
+        return self.files is not None and self.files.nbytes_of(key) > 0
 
     def where(self, key: bytes) -> Literal["host", "disk"] | None:
         """Return the tier that has the record."""
         with self._lock:
             if key in self._unreadable:
                 return None
-            if key in self._host or key in self._unwritten:
+            if self._found(key) is not None:
                 return "host"
-            if key in self._reading:
+            if key in self._making:
                 return "disk"
         return "disk" if self.files is not None and self.files.find(key) else None
 
-    def fetch(self, keys: Sequence[bytes]) -> list[Record | Future[Record | None]]:
-        """Return the records that are in host memory, and for each other one when it is there.
+    def runs(self, items: list[Item]) -> Iterator[list[Item]]:
+        """Divide items into runs, each of which fills at least three quarters of a block."""
+        for size in self.sizes:
+            while 4 * len(items) >= 3 * size:
+                yield items[:size]
+                items = items[size:]
 
-        None stands for one that cannot be read.
+    def size_of(self, n: int) -> int:
+        """Return the number of records of the block for a run of ``n``."""
+        return min(size for size in self.sizes if size >= n)
+
+    def fetch(self, keys: Sequence[bytes]) -> list[tuple[list[bytes], Block | Future[Block]]]:
+        """Return the blocks of these records, each with those of the keys that are its own.
+
+        A block that is made lacks the records that cannot be read.
         """
-        found = list[Record | None]()
         with self._lock:
-            for key in keys:
-                record, is_ahead = self._host.get(key), key in self._ahead
+            found = {key: self._found(key) for key in keys}
+            wanted = collections.Counter(found.values())
+            for key, block in found.items():
+                is_ahead = key in self._ahead
                 self._ahead.discard(key)
-                if record is not None:
-                    self._host.move_to_end(key)
-                else:
-                    record = self._unwritten.get(key)  # it has left, and waits for the disk
-                if record is not None:
-                    self._count("disk" if is_ahead else "host", record.nbytes)
-                found.append(record)
-        pairs = zip(keys, found, strict=True)
-        return [self._from_disk(key) if record is None else record for key, record in pairs]
+                if block is not None:
+                    self._count("disk" if is_ahead else "host", block.record_bytes)
+            for block in wanted:
+                if block in self._blocks:
+                    self._blocks.move_to_end(block)
+            gathers = self._gathers(wanted)
+            loose = [key for key in keys if found[key] in gathers]
+            self._make(loose)
+            sources = found | {key: self._making[key] for key in loose}
+        parts: dict[Any, list[bytes]] = {}
+        for key, source in sources.items():
+            parts.setdefault(source, []).append(key)
+            if found[key] is None:
+                source.add_done_callback(functools.partial(self._count_read, key))
+        return [(own, source) for source, own in parts.items()]
 
     def prefetch(self, keys: Iterable[bytes]) -> None:
         """Begin to read these records from disk, as many as half of the host's memory holds."""
         if self.files is None:
             return
-        room = self.host_bytes // 2
-        for key in keys:
-            with self._lock:
-                if key in self._host or key in self._reading or not self.files.size(key):
-                    continue
-                room -= self.files.size(key)
-                if room < 0:
-                    return
-                self._ahead.add(key)
-            self._read(key)
-
-    def put(self, key: bytes, record: Record) -> None:
-        """Keep a record, and begin to write it to the disk."""
+        room, ahead = self.host_bytes // 2, list[bytes]()
         with self._lock:
-            self._unreadable.discard(key)
-        is_new = self.files is not None and not self.files.find(key)
-        if is_new:
-            with self._lock:
-                self._unwritten[key] = record
-        self._keep(key, record)
-        if is_new:
+            for key in keys:
+                size = self.files.nbytes_of(key)
+                if not size or self._found(key) is not None or key in self._making:
+                    continue
+                room -= size
+                if room < 0:
+                    break
+                ahead.append(key)
+            self._ahead.update(ahead)
+            self._make(ahead)
+
+    def put(self, keys: Sequence[bytes], data: Records) -> None:
+        """Keep records, the first rows of ``data [n, size]``, and begin to write them to disk."""
+        files, block = self.files, Block(data, {key: row for row, key in enumerate(keys)})
+        new = [] if files is None else [key for key in keys if not files.find(key)]
+        with self._lock:
+            self._unreadable.difference_update(keys)
+            self._unwritten.update(dict.fromkeys(new, block))
+        self._keep(block)
+        for _ in new:
             with contextlib.suppress(RuntimeError):  # closed
                 self._writers.submit(self._write_next)
 
@@ -240,10 +292,52 @@ class Tiers:
 
     # Under the lock
 
+    def _found(self, key: bytes) -> Block | None:
+        """Return the block of a record that is in memory, perhaps because it waits for the disk."""
+        return self._host.get(key) or self._unwritten.get(key)
+
+    def _gathers(self, wanted: Mapping[Block | None, int]) -> list[Block | None]:
+        """Return the blocks whose wanted records go into new ones, and None for the disk's.
+
+        wanted: numbers of records by block. They do so if fewer or far smaller blocks come of it.
+        """
+        most = self.sizes[0]
+        few = [
+            block
+            for block, count in wanted.items()
+            if block is not None and (2 * count < len(block.data) or 4 * count < most)
+        ]
+        count = sum(wanted[block] for block in few)
+        n_made = len(list(self.runs([None] * count)))
+        if n_made < len(few) or 2 * count < sum(len(block.data) for block in few if block):
+            return [*few, None]
+        return [None]
+
+    def _make(self, keys: Iterable[bytes]) -> None:
+        """Begin to make blocks of the records that are not being made."""
+        new = [key for key in keys if key not in self._making]
+        for _, alike in itertools.groupby(new, self._size):
+            for run in self.runs(list(alike)):
+                try:
+                    future = self._readers.submit(self._made, run)
+                except RuntimeError:  # closed
+                    future = Future[Block]()
+                    future.set_result(Block(np.empty((0, 0)), {}))
+                self._making.update(dict.fromkeys(run, future))
+
+    def _size(self, key: bytes) -> int:
+        if (block := self._found(key)) is not None:
+            return block.record_bytes
+        return self.files.nbytes_of(key) if self.files is not None and self.files.find(key) else 0
+
     def _drop(self, key: bytes) -> None:
-        record = self._host.pop(key, None)
-        if record is not None:
-            self.host_used -= record.nbytes
+        block = self._host.pop(key, None)
+        if block is None:
+            return
+        self._blocks[block] -= 1
+        if not self._blocks[block]:
+            del self._blocks[block]
+            self.host_used -= block.data.nbytes
 
     def _count(self, tier: str, nbytes: int) -> None:
         counts = self.counts
@@ -256,76 +350,75 @@ class Tiers:
 
     # In threads
 
-    def _count_read(self, future: Future[Record | None]) -> None:
-        record = None if future.cancelled() else future.result()
-        if record is not None:
-            with self._lock:
-                self._count("disk", record.nbytes)
-
-    def _from_disk(self, key: bytes) -> Future[Record | None]:
-        future = self._read(key)
-        future.add_done_callback(self._count_read)
-        return future
-
-    def _read(self, key: bytes) -> Future[Record | None]:
+    def _count_read(self, key: bytes, future: Future[Block]) -> None:
+        if future.cancelled() or future.exception() is not None or key not in future.result().rows:
+            return
         with self._lock:
-            found = self._reading.get(key)
-            if found is None:
-                try:
-                    found = self._readers.submit(self._read_now, key)
-                except RuntimeError:  # closed
-                    return _done(None)
-                self._reading[key] = found
-            return found
+            self._count("disk", future.result().record_bytes)
 
-    def _read_now(self, key: bytes) -> Record | None:
-        record = None
+    def _made(self, keys: Sequence[bytes]) -> Block:
+        """Return a block of records from memory and disk, of those that can be read."""
+        with self._lock:
+            data = np.empty((self.size_of(len(keys)), self._size(keys[0])), np.uint8)
+        rows: dict[bytes, int] = {}
         try:
-            data = None if self.files is None else self.files.read(key)
-            record = None if data is None else self._pin(data)
+            found = {key: row for row, key in enumerate(keys) if self._read(key, data[row])}
+            block = Block(self._pin(data) if found else data, found)
+            rows = found
+            self._keep(block)
+            return block
         finally:
-            if record is not None:
-                self._keep(key, record)
             with self._lock:
-                self._reading.pop(key, None)
-                if record is None:
-                    self._unreadable.add(key)
-        return record
+                for key in keys:
+                    self._making.pop(key, None)
+                self._unreadable.update(key for key in keys if key not in rows)
 
-    def _keep(self, key: bytes, record: Record) -> None:
-        """Put a record into host memory; those used longest ago leave it."""
+    def _read(self, key: bytes, out: np.ndarray) -> bool:
+        """Read a record into ``out``, and return whether it is there."""
         with self._lock:
-            self._drop(key)
-            self._host[key] = record
-            self._behind -= self._left.pop(key, 0)
-            self.host_used += record.nbytes
+            block = self._found(key)
+        if block is None:
+            return self.files is not None and self.files.read(key, out)
+        out[:] = self._view(block.data)[block.rows[key]]
+        return True
+
+    def _keep(self, block: Block) -> None:
+        """Put a block into host memory; those used longest ago leave it."""
+        with self._lock:
+            for key in block.rows:
+                self._drop(key)
+                self._behind -= self._left.pop(key, 0)
+            self._host.update(dict.fromkeys(block.rows, block))
+            if block.rows:
+                self._blocks[block] = len(block.rows)
+                self.host_used += block.data.nbytes
             while self.host_used > self.host_bytes:
-                old, gone = self._host.popitem(last=False)
-                self.host_used -= gone.nbytes
-                if old in self._unwritten and self._behind + gone.nbytes > BEHIND:
-                    del self._unwritten[old]
-                    self.counts.lost += 1
-                elif old in self._unwritten:
-                    self._left[old] = gone.nbytes
-                    self._behind += gone.nbytes
+                self._evict(next(iter(self._blocks)))
+
+    def _evict(self, block: Block) -> None:
+        size = block.record_bytes
+        for key in block.rows:
+            if self._host.get(key) is not block:
+                continue
+            self._drop(key)
+            if key in self._unwritten and self._behind + size > BEHIND:
+                del self._unwritten[key]
+                self.counts.lost += 1
+            elif key in self._unwritten:
+                self._left[key] = size
+                self._behind += size
 
     def _write_next(self) -> None:
         """Write the record that has waited longest."""
         with self._lock:
             if not self._unwritten:
                 return
-            key, record = self._unwritten.popitem(last=False)
+            key, block = self._unwritten.popitem(last=False)
             self._writing += 1
             self._behind -= self._left.pop(key, 0)
         try:
             assert self.files is not None
-            self.files.write(key, self._view(record))
+            self.files.write(key, self._view(block.data)[block.rows[key]])
         finally:
             with self._lock:
                 self._writing -= 1
-
-
-def _done(record: Record | None) -> Future[Record | None]:
-    future: Future[Record | None] = Future()
-    future.set_result(record)
-    return future

@@ -6,15 +6,15 @@
 Steps of one small model are timed under policies that place its experts one by one, in the form
 that a run has. Each series gives the seconds of a layer:
 
-    hot          all experts on the device: ``layer``
-    wait         the same, while the host reads the routers' choices: ``wait``. If the CPU gets its
-                 experts by mail, the host reads nothing
-    link         none or half on the device, all others loaded: ``load``
-    CPU          none on the device, all computed by the CPU: ``cpu``, beyond ``wait``
-    both         divided between them by the two costs: ``both``, beyond ``wait``
+    hot             all experts on the device: ``layer``
+    link            none on the device, all loaded: ``load``
+    link, slots     half on the device, the others loaded: ``slots``
+    CPU             none on the device, all computed by the CPU: ``cpu``
+    CPU, slots      half on the device, the others computed by the CPU: ``slots``
+    both            none on the device, divided by the costs of link and CPU: ``both``
 
-Steps of the first three are timed at two depths, because what a step has besides its layers differs
-between them: the host dispatches layers while the link is busy, and not while it waits. The runs
+Steps are timed at two depths, because what a step has besides its layers differs between the
+series: the host dispatches layers while the link is busy, and not while it waits. The runs
 count the experts that they load and compute, so the fit does not assume how the random router
 chooses. Rows sample their tokens, because greedy rows of a random model become alike.
 """
@@ -35,17 +35,16 @@ from jaxllama.executors.offloaded.executor import offloaded
 from jaxllama.language_model import LanguageModel
 from jaxllama.offload.expert_places import ExpertUse
 from jaxllama.offload.policy import Policy
-from jaxllama.planner.experts import ExpertCosts
+from jaxllama.planner.experts import ALL_ON_CPU, ExpertCosts
 from jaxllama.planner.fitting import nnls
 from jaxllama.planner.trial import given_run, random_run, spread_routes, timed_step
 from pallas_kernels.cpu import unavailable
 
 EXPERT_ROWS = (1, 16)
 CPU_ROWS = (1, 4, 16)  # three, for a layer, an expert and a further token of it
-CONTEXT, ROOM = 1, 63  # a prompt of one token has a step's programs
-WARM, STEPS, LEAST = 8, 40, 12  # steps; at least ``LEAST``, and more for ``SECONDS``
-SECONDS = 0.5
-COMPUTES = 1e-6  # the ratio of costs that leaves all experts to the CPU
+CONTEXT, ROOM = 1, 127  # a prompt of one token has a step's programs
+WARM, STEPS, LEAST = 8, 110, 12  # steps; at least ``LEAST``, and more for ``SECONDS``
+SECONDS = 0.4
 EVERYWHERE = Policy.parse(f"100 0 100 0 100 0 gpu_batch_size={EXPERT_ROWS[-1]}")
 
 
@@ -56,6 +55,16 @@ class StepPoint(NamedTuple):
     loads: float
     computed: float
     extra: float
+
+
+class Series(NamedTuple):
+    """Steps of a model by rows. seconds: of one of the layers that the shallow model lacks. whole:
+    of the step, by layers, to which the errors of ``seconds`` are in proportion.
+    """
+
+    points: Sequence[StepPoint]
+    seconds: np.ndarray
+    whole: np.ndarray
 
 
 def measure_experts(
@@ -73,67 +82,74 @@ def measure_experts(
     computes: measure the CPU too, if it has handlers. Without them floats are slow.
     """
     hot = dataclasses.replace(EVERYWHERE, experts="100/0")
-    half = dataclasses.replace(EVERYWHERE, experts="50/50")
-    cold = dataclasses.replace(EVERYWHERE, experts="0/100", cpu_expert=COMPUTES)
     computes = computes and unavailable() is None
-    if not computes:
-        cold = dataclasses.replace(cold, cpu_expert=0.0)
+    # Experts that the CPU may compute lie in its layout, also where the link loads them.
+    cold = dataclasses.replace(
+        EVERYWHERE, experts="0/100", cpu_expert=ALL_ON_CPU if computes else 0.0
+    )
+    half = dataclasses.replace(cold, experts="50/50")
 
-    def points(
-        name: str,
-        lm: LanguageModel,
-        rows: Sequence[int] = EXPERT_ROWS,
-        waits: bool = False,
-        **changes: Any,
-    ) -> list[StepPoint]:
-        changed = offloaded(lm.executor).with_policy(**changes)
-        lm = dataclasses.replace(lm, executor=changed)
-        found = [_point(lm, row, kv_dtype, chunk, waits) for row in rows]
+    def points(name: str, lm: LanguageModel, rows: Sequence[int]) -> list[StepPoint]:
+        found = [_point(lm, row, kv_dtype, chunk) for row in rows]
         tell(name, found)
         return found
 
     def by_layer(
-        name: str,
-        lm: LanguageModel,
-        rows: Sequence[int] = EXPERT_ROWS,
-        waits: bool = False,
-        **changes: Any,
-    ) -> list[float]:
-        """Return the seconds of a layer of further layers."""
-        less = dataclasses.replace(lm, config=shallow)
-        short = points(f"{name}, one layer", less, rows, waits, **changes)
-        found.append(points(name, lm, rows, waits, **changes))
-        return _beyond(found[-1], short, layers - 1)
+        name: str, lm: LanguageModel, rows: Sequence[int] = EXPERT_ROWS, **changes: Any
+    ) -> Series:
+        lm = dataclasses.replace(lm, executor=offloaded(lm.executor).with_policy(**changes))
+        short = points(f"{name}, shallow", dataclasses.replace(lm, config=shallow), rows)
+        long = points(name, lm, rows)
+        pairs = zip(long, short, strict=True)
+        layers = cfg.n_layers - shallow.n_layers
+        return Series(
+            long,
+            np.array([(deep.seconds - few.seconds) / layers for deep, few in pairs]),
+            np.array([point.seconds / cfg.n_layers for point in long]),
+        )
 
     def spread(policy: Policy) -> LanguageModel:
         lm = model(policy)
         return dataclasses.replace(lm, params=spread_routes(lm.params, cfg))
 
-    layers, shallow = cfg.n_layers, cfg.first_layers(1)
-    of_rows = [(1.0, rows) for rows in EXPERT_ROWS]
-    found: list[list[StepPoint]] = []
-    lm = spread(hot)
-    layer = nnls(of_rows, by_layer("hot", lm))
-    waits = not (computes and offloaded(lm.executor).store.fetches)  # or the CPU gets mail
-    seconds = by_layer("wait", lm, rows=CPU_ROWS, waits=waits)
-    wait = nnls([(1.0, rows) for rows in CPU_ROWS], seconds)
-    waiting = found[-1]
-    del lm
-    lm = spread(cold)
-    seconds = by_layer("link", lm, cpu_expert=0.0)
-    loads = [point.loads for point in found[-1]]
-    seconds += by_layer("half", spread(half))
-    loads += [point.loads for point in found[-1]]
-    load = nnls([(1.0, expert_load) for expert_load in loads], seconds)
+    def added(found: Series, terms: Sequence[Sequence[float]], costs: Sequence[float]) -> float:
+        """Return what a layer of the series adds to its costs."""
+        rest = found.seconds - np.array(terms) @ np.array(costs)
+        return nnls([(1.0,)] * len(rest), rest, found.whole)[0]
+
+    shallow = cfg.first_layers(depths(cfg)[0])
+    found = by_layer("hot", spread(hot))
+    layer = nnls([(1.0, rows) for rows in EXPERT_ROWS], found.seconds, found.whole)
+    cold_lm, half_lm = spread(cold), spread(half)
+    found = by_layer("link", cold_lm, cpu_expert=0.0)
+    load = nnls(_loaded(found), found.seconds, found.whole)
+    found = by_layer("link, slots", half_lm, cpu_expert=0.0)
+    slots = added(found, _loaded(found), load)
     if not computes:
-        return ExpertCosts(layer, wait, load, (), ())
-    computed = points("CPU", lm, CPU_ROWS)
-    # An expert costs at least what a further token of it does.
-    terms = [(1.0, point.computed, point.computed + point.extra) for point in computed]
-    visit, expert, token = nnls(terms, _beyond(computed, waiting, layers))
-    costs = ExpertCosts(layer, wait, load, (visit, expert + token, token), (0.0, 0.0))
-    both = points("both", lm, CPU_ROWS, False, **costs.of_policy)
-    return dataclasses.replace(costs, both=_both(costs, both, _beyond(both, waiting, layers)))
+        return ExpertCosts(layer, load, (), (slots, 0.0), (0.0, 0.0))
+    found = by_layer("CPU", cold_lm, CPU_ROWS)
+    cpu = nnls(_computed(found), found.seconds, found.whole)
+    found = by_layer("CPU, slots", half_lm, CPU_ROWS)
+    both_slots = slots, added(found, _computed(found), cpu)
+    visit, expert, token = cpu
+    costs = ExpertCosts(layer, load, (visit, expert + token, token), both_slots, (0.0, 0.0))
+    found = by_layer("both", cold_lm, CPU_ROWS, **costs.of_policy)
+    return dataclasses.replace(costs, both=_both(costs, found))
+
+
+def _loaded(found: Series) -> list[tuple[float, float]]:
+    """Return the terms of the costs ``load`` for each point."""
+    return [(1.0, point.loads) for point in found.points]
+
+
+def _computed(found: Series) -> list[tuple[float, float, float]]:
+    """Return the terms of the costs ``cpu``: an expert costs what a token does, and more."""
+    return [(1.0, point.computed, point.computed + point.extra) for point in found.points]
+
+
+def depths(cfg: ModelConfig) -> tuple[int, int]:
+    """Return the numbers of layers at which steps are timed."""
+    return max(1, cfg.n_layers // 3), cfg.n_layers
 
 
 def measured_use(lm: LanguageModel, tokens: np.ndarray) -> ExpertUse:
@@ -149,36 +165,22 @@ def measured_use(lm: LanguageModel, tokens: np.ndarray) -> ExpertUse:
     return ExpertUse.of_counts(run.experts.counts, lm.config.experts.n_active)
 
 
-def _beyond(points: Sequence[StepPoint], base: Sequence[StepPoint], layers: int) -> list[float]:
-    """Return the seconds of a layer beyond those of ``base``."""
-    pairs = zip(points, base, strict=True)
-    return [max(1e-9, (point.seconds - baseline.seconds) / layers) for point, baseline in pairs]
-
-
-def _both(
-    costs: ExpertCosts, points: Sequence[StepPoint], seconds: Sequence[float]
-) -> tuple[float, ...]:
-    """Return what a layer of both adds, and the share of the shorter of both that is not hidden."""
-    from scipy.optimize import lsq_linear
-
-    terms, rest = [], []
-    waited = costs.seconds(0, 0, 0.0)
-    for point, taken in zip(points, seconds, strict=True):
+def _both(costs: ExpertCosts, found: Series) -> tuple[float, ...]:
+    """Return what a layer of both adds, and a second of the shorter of both."""
+    terms, rest, whole = [], [], []
+    for point, taken, step in zip(found.points, found.seconds, found.whole, strict=True):
         if point.loads and point.computed:
-            link = costs.seconds(point.loads, 0, 0.0) - waited
-            cpu = costs.seconds(0, point.computed, point.extra) - waited
+            link = point.loads * costs.load[1]
+            cpu = point.computed * costs.cpu[1] + point.extra * costs.cpu[2]
             terms.append((1.0, min(link, cpu)))
-            rest.append(taken - max(link, cpu))
-    if not terms:
-        return 0.0, 0.0
-    found = lsq_linear(np.array(terms), np.array(rest), bounds=([0.0, 0.0], [np.inf, 1.0]))
-    return tuple(float(x) for x in found.x)
+            rest.append(taken - costs.cpu[0] - max(link, cpu))
+            whole.append(step)
+    return nnls(terms, np.array(rest), np.array(whole)) if terms else (0.0, 0.0)
 
 
-def _point(lm: LanguageModel, rows: int, kv_dtype: DTypeLike, chunk: int, waits: bool) -> StepPoint:
+def _point(lm: LanguageModel, rows: int, kv_dtype: DTypeLike, chunk: int) -> StepPoint:
     capacity, spread = CONTEXT + ROOM, Sampling(temperature=100.0)
     run = random_run(lm, rows, CONTEXT, ROOM, capacity, kv_dtype, chunk, spread)
-    run.experts.counts_all = waits
     for _ in range(WARM):
         timed_step(run)
     run.experts.reset()

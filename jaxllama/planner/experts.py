@@ -8,15 +8,17 @@ so with 1 - (1 - p)^n. The number of needed experts that are not on the device t
 distribution (Poisson-binomial). For each number, the run's own rule divides the experts between
 link and CPU (``offloaded.experts.divided``), and
 
-    loads alone   max(dispatch, load_layer + loads * load)
-    else          wait + longer + both + share * shorter      of  loads * load
-                                              and cpu_visit + experts * expert + tokens * token
+    loads alone   max(dispatch, load_visit + loads * load)
+    else          cpu_visit + longer + both + share * shorter      of  loads * load
+                                              and experts * expert + tokens * token
 
 where ``tokens`` are those beyond the first of an expert, and ``dispatch`` is the host's time for a
 layer whose experts are all on the device. A layer that only loads waits for nothing on the host, so
 the link hides the dispatch. A layer of which the CPU may compute experts waits for its router, on a
-GPU without the host (``offloaded.mailbox``): then ``wait`` is a layer without loads. The mean over
-the distribution is the layer's time.
+GPU without the host (``offloaded.mailbox``), also if it needs none of them. Slots of other experts
+on the device add to both visits, because such a layer computes twice. Link and CPU read the same
+memory: where it is the narrower one, ``share`` is 1 or more. The mean over the distribution is the
+layer's time.
 
 Left out: the dependence between a token's experts, which are distinct.
 """
@@ -34,23 +36,26 @@ from jaxllama.executors.offloaded.experts import divided
 from jaxllama.offload.expert_places import ExpertPlace, places, use_of
 from jaxllama.offload.policy import Policy
 
+ALL_ON_CPU = 1e-6  # the ratio of costs ``Policy.cpu_expert`` that leaves all experts to the CPU
+
 
 @dataclasses.dataclass(frozen=True)
 class ExpertCosts:
     """Seconds of a layer whose experts lie one by one, as measured on one machine.
 
     layer: a decode step of a layer whose experts are all on the device: a layer, a row.
-    wait: the same where the host reads what the router has chosen.
-    load: a layer that loads experts, one expert.
-    cpu: what the CPU adds: a layer with experts on it, one expert, a further token of an expert;
+    load: a layer that loads its experts, one expert.
+    cpu: a layer of which the CPU computes the experts, one expert, a further token of an expert;
         empty if this CPU computes none.
-    both: what a layer with both adds, and the share of the shorter of both that is not hidden.
+    slots: what slots for some experts on the device add to a layer that loads, and to one of the
+        CPU.
+    both: what a layer with both adds, and a second of the shorter of both.
     """
 
     layer: tuple[float, ...]
-    wait: tuple[float, ...]
     load: tuple[float, ...]
     cpu: tuple[float, ...]
+    slots: tuple[float, ...]
     both: tuple[float, ...]
 
     @property
@@ -65,26 +70,29 @@ class ExpertCosts:
         }
 
     def seconds(
-        self, loads: float, computed: float, extra: float, waits: bool = True, rows: float = 1.0
+        self,
+        loads: float,
+        computed: float,
+        extra: float,
+        waits: bool = True,
+        rows: float = 1.0,
+        has_slots: bool = False,
     ) -> float:
         """Return a layer's seconds, beyond those of ``layer``, of ``loads`` and of the CPU's
         experts with ``extra`` tokens.
 
-        waits: the host reads the router's choice, to give some experts to the CPU.
+        waits: the router's choice is awaited, to give some experts to the CPU.
         """
-        base = self.layer[0] + rows * self.layer[1]
-        if not waits:  # the host dispatches layers meanwhile
-            return max(0.0, self.load[0] + loads * self.load[1] - base) if loads else 0.0
-        waited = max(base, self.wait[0] + rows * self.wait[1])
-        link = loads * self.load[1] + max(0.0, self.load[0] - waited) if loads else 0.0
-        cpu = 0.0
-        if computed:
-            visit, expert, token = self.cpu
-            cpu = visit + computed * expert + extra * token
+        base, link = self.layer[0] + rows * self.layer[1], loads * self.load[1]
+        if not waits or not self.cpu:  # the host dispatches layers meanwhile
+            visit = self.load[0] + has_slots * self.slots[0]
+            return max(0.0, visit + link - base) if loads else 0.0
+        visit, expert, token = self.cpu
+        cpu = computed * expert + extra * token
         longer, shorter = max(link, cpu), min(link, cpu)
         if shorter:
             longer += self.both[0] + self.both[1] * shorter
-        return waited - base + longer
+        return max(0.0, visit + has_slots * self.slots[1] + longer - base)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,25 +125,27 @@ def layer_seconds(
     known: int = 0,
     waits: bool = True,
     rows: int = 1,
+    has_slots: bool = False,
 ) -> ExpertStep:
     """Return what a layer's experts that are not on the device take for ``tokens`` tokens.
 
     shares: of these experts.  known: tokens of the block's earlier batches, whose loaded experts
-    are still there.  waits: the host reads the router's choice.  rows: of a decode step, on which
-    a layer without loads depends.
+    are still there.  waits: as for ``ExpertCosts.seconds``.  rows: of a decode step, on which a
+    layer without loads depends.  has_slots: other experts are on the device.
     """
     chances = needed(shares, tokens) * (1.0 - needed(shares, known))
     mean = float(np.sum(chances))
     if not waits or not len(shares):
         # The host and the link each work off a queue of layers, so the longer mean counts.
-        return ExpertStep(costs.seconds(mean, 0, 0.0, False, rows), mean, 0.0)
+        return ExpertStep(costs.seconds(mean, 0, 0.0, False, rows, has_slots), mean, 0.0)
     busy = max(1.0, float(np.sum(shares) * tokens) / max(mean, 1e-9))  # tokens of a needed expert
     seconds = loads = computed = 0.0
     for count, chance in enumerate(distribution(chances)):
         if chance < 1e-9:
             continue
         to_load, on_cpu = _divided(count, busy, policy)
-        seconds += chance * costs.seconds(to_load, on_cpu, on_cpu * (busy - 1.0), True, rows)
+        extra = on_cpu * (busy - 1.0)
+        seconds += chance * costs.seconds(to_load, on_cpu, extra, True, rows, has_slots)
         loads += chance * to_load
         computed += chance * on_cpu
     return ExpertStep(seconds, loads, computed)
@@ -195,10 +205,11 @@ def experts_step(
         cold = np.asarray((*place.host, *place.disk), np.int64)
         key = tuple(np.round(np.sort(shares[cold]) * 1e6).astype(np.int64))
         if key not in alike:
-            steps, known = [], 0
+            steps, known, has_slots = [], 0, len(cold) < len(shares)
             for tokens in batches:
                 waits = policy.cpu_expert > 0 or (keeps and len(batches) > 1)
-                steps.append(layer_seconds(costs, policy, shares[cold], tokens, known, waits, rows))
+                how = known, waits, rows, has_slots
+                steps.append(layer_seconds(costs, policy, shares[cold], tokens, *how))
                 if keeps and policy.cpu_expert == 0:  # the CPU's experts were not loaded
                     known += tokens
             alike[key] = ExpertStep(

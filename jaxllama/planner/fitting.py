@@ -88,14 +88,21 @@ def moving(tree: Tree, shares: Shares) -> tuple[float, float, float]:
     return part.host, part.disk, float(joined)
 
 
-def nnls(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> tuple[float, ...]:
-    """Return non-negative coefficients that fit ``seconds`` with least relative squared error."""
+def nnls(
+    rows: Sequence[Sequence[float]],
+    seconds: Sequence[float] | np.ndarray,
+    whole: np.ndarray | None = None,
+) -> tuple[float, ...]:
+    """Return non-negative coefficients that fit ``seconds`` with least relative squared error.
+
+    whole: what the errors are in proportion to, unless to ``seconds`` themselves.
+    """
     from scipy.optimize import nnls as solve
 
-    matrix, target = np.asarray(rows, float), np.asarray(seconds, float)
-    target = np.maximum(target, 1e-9)
+    matrix, target = np.asarray(rows, float), np.maximum(seconds, 1e-9)
+    unit = target if whole is None else np.maximum(whole, 1e-9)
     scale = np.maximum(np.abs(matrix).max(axis=0), 1e-30)
-    found, _ = solve(matrix / scale / target[:, None], np.ones(len(target)))
+    found, _ = solve(matrix / scale / unit[:, None], target / unit)
     return tuple(float(value) for value in found / scale)
 
 

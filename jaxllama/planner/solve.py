@@ -39,6 +39,7 @@ from jaxllama.planner.cost import (
     predict,
     program_bytes,
 )
+from jaxllama.planner.experts import ALL_ON_CPU
 from jaxllama.planner.fitting import Calibration
 
 _BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -188,13 +189,15 @@ def one_by_one(
     limits: MemoryLimits,
     settings: PlannerSettings,
 ) -> Iterator[Policy]:
-    """Yield policies whose experts lie one by one, with as many on the device as fit.
+    """Yield policies whose experts lie one by one, with as many on the device as fit, or none.
 
     policy: the batches, and all that is not searched.  expert_use: as for ``solve``.
     """
     if cfg.experts is None or costs.experts is None or policy.experts or cfg.parallel_block:
         return
-    divides = [costs.experts.of_policy] if costs.experts.cpu else []
+    divides = [{}]
+    if costs.experts.cpu:
+        divides += [costs.experts.of_policy, {"cpu_expert": ALL_ON_CPU}]
     usual = policy.prefill_batch_size or task.chunk
     longer = () if policy.prefill_batch_size else _PIECES
     pieces = [policy.prefill_batch_size, *(n for n in longer if usual < n < 4 * task.prompt)]
@@ -213,11 +216,11 @@ def one_by_one(
         device = _most(lambda x: need(placed(x, 0)).device, limits.device, 1000)  # noqa: B023
         if device is None:
             continue
-        end = 1000 - device
-        at = functools.partial(placed, device)
-        host = _most(lambda x: need(at(x)).host, limits.host, end)  # noqa: B023
-        found = at(host or 0)
-        yield from (dataclasses.replace(found, **divided) for divided in [{}, *divides])
+        for slots in dict.fromkeys((device, 0)):
+            at = functools.partial(placed, slots)
+            host = _most(lambda x: need(at(x)).host, limits.host, 1000 - slots)  # noqa: B023
+            found = at(host or 0)
+            yield from (dataclasses.replace(found, **divided) for divided in divides)
 
 
 def _most(need: Callable[[int], int], limit: int | None, end: int) -> int | None:

@@ -117,14 +117,14 @@ def _draw(noise: np.ndarray, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Ar
 def spread_routes(params: Params, cfg: ModelConfig) -> Params:
     """Return the parameters with routers that choose all experts about equally often.
 
-    The embedding becomes large beside what dozens of layers add, so a token decides its own
-    experts: layers of random int4 codes add thousands. The logits of the routers have a deviation
-    of 1.
+    The embedding becomes so large that what layers add vanishes, so a token decides its own
+    experts: layers of random int4 codes add thousands each, alike for all tokens. The logits of the
+    routers have a deviation of 1.
     """
     params, keys = dict(params), jax.random.split(jax.random.key(0), cfg.n_layers + 1)
     dtype = params["norm"]["weight"].dtype
     table = jax.random.normal(keys[-1], (cfg.vocab_size, cfg.d_model), dtype)
-    size = min(2.0**20, float(jnp.finfo(dtype).max) / 16)
+    size = min(2.0**40, float(jnp.finfo(dtype).max) / 16)
     params["embed"] = {"weight": table * size}
     for index, key in enumerate(keys[:-1]):
         layer = params[f"layer_{index}"]

@@ -2,11 +2,11 @@
 
     words_of(rows) -> uint32 [n, size]      of_words(words, like) -> rows
     set_rows(array, places, words)          in place where the caller donates the array
-    gather(arrays, places) -> records       a row of each array, one behind the other, uint32 [size]
+    gather(arrays, places) -> records       uint32 [n, size]: rows of all arrays side by side
     scatter(arrays, places, records)        in place where the caller donates the arrays
 
 ``gather`` and ``scatter`` are one kernel for all arrays where all rows are multiples of 16 bytes.
-XLA has a launch for each array, and one for each record.
+XLA has a launch for each array.
 
 XLA writes each byte by an atomic exchange of its word, 48 GB/s on an H200, unless it knows that the
 places differ. It then writes words, 16 bytes at once. A GPU must not write halves of a byte.
@@ -65,8 +65,8 @@ def _set_words(array: jax.Array, places: jax.Array, words: jax.Array) -> jax.Arr
     return of_words(new, array)
 
 
-def gather(arrays: Sequence[jax.Array], places: jax.Array) -> tuple[jax.Array, ...]:
-    """Return the records of the rows at ``places [n]`` of all ``arrays [N, ...]``.
+def gather(arrays: Sequence[jax.Array], places: jax.Array) -> jax.Array:
+    """Return the records ``[n, size]`` of the rows at ``places [n]`` of all ``arrays [N, ...]``.
 
     The record of a place past the end may have any bytes.
     """
@@ -75,12 +75,11 @@ def gather(arrays: Sequence[jax.Array], places: jax.Array) -> tuple[jax.Array, .
 
         return words_kernel.gather(arrays, places, sizes)
     parts = [words_of(jnp.take(array, places, axis=0, mode="clip")) for array in arrays]
-    data = jnp.concatenate(parts, axis=1)
-    return tuple(data[index] for index in range(len(places)))
+    return jnp.concatenate(parts, axis=1)
 
 
 def scatter(
-    arrays: Sequence[jax.Array], places: jax.Array, records: Sequence[jax.Array]
+    arrays: Sequence[jax.Array], places: jax.Array, records: jax.Array
 ) -> Sequence[jax.Array]:
     """Return ``arrays [N, ...]`` with the rows of ``gather``'s records at distinct ``places [n]``.
 
@@ -90,13 +89,10 @@ def scatter(
         from pallas_kernels.rows import words_kernel
 
         return words_kernel.scatter(arrays, places, records, sizes)
-    data = lax.empty((len(records), *records[0].shape), jnp.uint32)
-    for row, record in enumerate(records):  # copies by the driver; concatenation moves single words
-        data = lax.dynamic_update_slice(data, record[None], (row, 0))
-    begin, data, new = 0, lax.optimization_barrier(data), []
+    begin, new = 0, []
     for array in arrays:
         end = begin + row_bytes(array) // 4
-        new.append(set_rows(array, places, data[:, begin:end]))
+        new.append(set_rows(array, places, records[:, begin:end]))
         begin = end
     return new
 

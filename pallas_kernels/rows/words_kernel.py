@@ -1,4 +1,4 @@
-"""Records out of the rows of many arrays, and back: one launch for all arrays and records.
+"""Records out of the rows of many arrays, and back: one launch for all arrays.
 
     record i = row places[i] of each array, one array's bytes behind the other's
 
@@ -25,31 +25,23 @@ import jax.numpy as jnp
 from pallas_kernels import ptx as p
 from pallas_kernels.launch import in_place, launch
 from pallas_kernels.ptx import Value
-from pallas_kernels.rows.fused_parts import layer_address
 
 THREADS, LOADS, PARTS = 256, 4, 32
 
 
-def gather(
-    arrays: Sequence[jax.Array], places: jax.Array, sizes: Sequence[int]
-) -> tuple[jax.Array, ...]:
+def gather(arrays: Sequence[jax.Array], places: jax.Array, sizes: Sequence[int]) -> jax.Array:
     """As ``words.gather``; sizes: bytes of a row of each array, multiples of 16."""
-    record = jax.ShapeDtypeStruct((sum(sizes) // 4,), jnp.uint32)
-    out = {"records": (record,) * len(places)}
+    out = {"records": jax.ShapeDtypeStruct((len(places), sum(sizes) // 4), jnp.uint32)}
     return _launch({"arrays": arrays, "places": places}, out, sizes)[0]
 
 
 def scatter(
-    arrays: Sequence[jax.Array],
-    places: jax.Array,
-    records: Sequence[jax.Array],
-    sizes: Sequence[int],
+    arrays: Sequence[jax.Array], places: jax.Array, records: jax.Array, sizes: Sequence[int]
 ) -> Sequence[jax.Array]:
     """As ``words.scatter``; sizes: as for ``gather``."""
 
     def kernel(refs: Sequence[jax.Array]) -> list[jax.Array]:
-        operands = {"arrays": refs, "places": places, "records": tuple(records)}
-        return _launch(operands, {}, sizes)
+        return _launch({"arrays": refs, "places": places, "records": records}, {}, sizes)
 
     return in_place(kernel, arrays)[1]
 
@@ -68,7 +60,7 @@ def _launch(operands: Mapping[str, Any], out: Mapping[str, Any], sizes: Sequence
         block, thread = p.register("ctaid.x"), p.register("tid.x")
         record, part = block // p.ci(parts), block % p.ci(parts)
         (place,) = p.load_global(p.offset(p.address(gmem.places), record, 4), 1)
-        packed = layer_address(gmem.records, record)
+        packed = p.offset(p.address(gmem.records), record, sum(sizes))
 
         def vector(number: int, first: int) -> tuple[Value | None, Value, Value]:
             """(whether it is there, its address in the array, its address in the record)."""

@@ -21,7 +21,7 @@ from jaxllama.engine.pages import Held
 from jaxllama.engine.records import record_bytes
 from jaxllama.engine.request import Event, Request
 from jaxllama.engine.tier_files import TierFiles
-from jaxllama.engine.tiers import Identity, Tiers, after
+from jaxllama.engine.tiers import Block, Identity, Tiers, after
 from jaxllama.errors import JaxLlamaError
 from pallas_kernels.rows.words import of_words, words_of
 from tests.helpers.engine_cases import (
@@ -175,10 +175,10 @@ def test_other_rows_run_while_pages_come_back(tmp_path, monkeypatch):
     files, go = tiers_of(eng).files, []
     read = files.read
 
-    def slowly(key):
+    def slowly(key, out):
         while not go:
             time.sleep(0.001)
-        return read(key)
+        return read(key, out)
 
     monkeypatch.setattr(files, "read", slowly)
     events: dict[str, list[Event]] = {}
@@ -380,26 +380,80 @@ def test_options_that_have_no_effect_are_refused(tmp_path):
 # Without a model
 
 
-def data(key: int, size: int = 100) -> tuple[bytes, np.ndarray]:
-    return bytes([key] * 20), np.full(size, key, np.uint8)
+def key_of(number: int) -> bytes:
+    return bytes([number] * 20)
+
+
+def data(*numbers: int) -> tuple[list[bytes], np.ndarray]:
+    """The keys and the records of a block."""
+    rows = np.repeat(np.array(numbers, np.uint8)[:, None], 100, axis=1)
+    return [key_of(number) for number in numbers], rows
+
+
+def plain_tiers(host_bytes: int, files: TierFiles | None = None, most: int = 1) -> Tiers:
+    return Tiers(host_bytes, files, most, lambda found: found, lambda found: found)
+
+
+def fetched(tiers: Tiers, *numbers: int) -> list[tuple[list[int], int]]:
+    """The numbers that each block has of these, and the number of its records."""
+    found = []
+    for keys, block in tiers.fetch([key_of(number) for number in numbers]):
+        block = block if isinstance(block, Block) else block.result()
+        rows = {key: block.data[block.rows[key]] for key in keys if key in block.rows}
+        assert all((row == key[0]).all() for key, row in rows.items())
+        found.append(([key[0] for key in rows], len(block.data)))
+    return found
 
 
 def test_each_tier_forgets_what_was_used_longest_ago(tmp_path):
     files = TierFiles(tmp_path, limit=3 * 164)
-    tiers = Tiers(200, files, lambda found: found, lambda record: record)
+    tiers = plain_tiers(200, files)
     for key in (1, 2, 3):
         tiers.put(*data(key))
         assert tiers.settle()
-    assert [tiers.where(data(key)[0]) for key in (1, 2, 3)] == ["disk", "host", "host"]
-    np.testing.assert_array_equal(tiers.fetch([data(1)[0]])[0].result(), data(1)[1])
-    assert [tiers.where(data(key)[0]) for key in (1, 2, 3)] == ["host", "disk", "host"]
+    assert [tiers.where(key_of(key)) for key in (1, 2, 3)] == ["disk", "host", "host"]
+    assert fetched(tiers, 1) == [([1], 1)]
+    assert [tiers.where(key_of(key)) for key in (1, 2, 3)] == ["host", "disk", "host"]
     tiers.put(*data(4))
     assert tiers.settle()
-    assert [tiers.where(data(key)[0]) for key in (1, 2, 3, 4)] == ["host", None, "disk", "host"]
+    assert [tiers.where(key_of(key)) for key in (1, 2, 3, 4)] == ["host", None, "disk", "host"]
     assert (tiers.host_used, files.nbytes) == (200, 3 * 164)
-    assert tiers.fetch([data(2)[0]])[0].result() is None
+    assert fetched(tiers, 2) == [([], 1)]
     found = TierFiles(tmp_path, limit=3 * 164)  # as a new server finds them
-    assert [found.find(data(key)[0]) for key in (1, 2, 3, 4)] == [True, False, True, True]
+    assert [found.find(key_of(key)) for key in (1, 2, 3, 4)] == [True, False, True, True]
+    tiers.close()
+
+
+def test_records_that_lie_scattered_come_in_new_blocks(tmp_path):
+    """Those of few other records move as they are, and all together leave the host's memory."""
+    files = TierFiles(tmp_path)
+    tiers = plain_tiers(3000, files, most=8)
+    assert tiers.sizes == [8, 2, 1]
+    tiers.put(*data(*range(8)))
+    tiers.put(*data(8, 9))
+    for number in range(10, 16):
+        tiers.put(*data(number))
+    assert tiers.host_used == 1600 and tiers.settle()
+    assert fetched(tiers, *range(7)) == [([*range(7)], 8)]
+    assert fetched(tiers, 8, 9, 10) == [([8, 9], 2), ([10], 1)]
+    pair = ([8, 9], 2)
+    assert fetched(tiers, *range(18)) == [([*range(8)], 8), pair, ([*range(10, 16)], 8), ([], 2)]
+    assert tiers.host_used == 1800  # nothing is there twice, and two rows are empty
+    assert fetched(tiers, 3, 9) == [([3, 9], 2)]
+    assert tiers.host_used == 2000
+    counts = tiers.counts
+    assert (counts.host_hits, counts.disk_hits, counts.host_hit_bytes) == (28, 0, 2800)
+    tiers.forget_host()
+    assert tiers.host_used == 0
+    assert fetched(tiers, *range(11)) == [([*range(8)], 8), ([8, 9], 2), ([10], 1)]
+    assert (counts.host_hits, counts.disk_hits) == (28, 11)
+    tiers.prefetch([key_of(number) for number in range(9, 16)])
+    assert fetched(tiers, *range(11, 16)) == [([11, 12], 2), ([13, 14], 2), ([15], 1)]
+    tiers.put(*data(*range(20, 28)))
+    tiers.put(*data(*range(30, 38)))
+    assert tiers.host_used <= 3000 and tiers.settle()
+    where = {number: tiers.where(key_of(number)) for number in (*range(16), *range(20, 28))}
+    assert {*where.values()} == {"host", "disk"} and where[20] == where[27] == "host"
     tiers.close()
 
 
@@ -414,13 +468,13 @@ def test_a_slow_disk_gets_what_has_left_the_hosts_memory(tmp_path, monkeypatch):
 
     monkeypatch.setattr(files, "write", slowly)
     monkeypatch.setattr("jaxllama.engine.tiers.BEHIND", 250)
-    tiers = Tiers(100, files, lambda found: found, lambda record: record)
+    tiers = plain_tiers(100, files)
     keys = range(10)
     for key in keys:
         tiers.put(*data(key))
     go.append(True)
     assert tiers.settle()
-    kept = [key for key in keys if files.find(data(key)[0])]
+    kept = [key for key in keys if files.find(key_of(key))]
     # Four threads hold one each, two wait, the last is in memory, and the others are lost.
     assert tiers.counts.lost == 10 - len(kept) and 0 < tiers.counts.lost <= 4
     assert 9 in kept
@@ -428,7 +482,7 @@ def test_a_slow_disk_gets_what_has_left_the_hosts_memory(tmp_path, monkeypatch):
 
 
 def test_a_dead_writers_file_is_deleted(tmp_path):
-    TierFiles(tmp_path).write(*data(1))
+    TierFiles(tmp_path).write(key_of(1), data(1)[1][0])
     old, new = tmp_path / "01" / ".old", tmp_path / "01" / ".new"
     for file in (old, new):
         file.write_bytes(b"half")
@@ -436,7 +490,7 @@ def test_a_dead_writers_file_is_deleted(tmp_path):
     files = TierFiles(tmp_path)
     assert len(files) == 1 and new.exists() and not old.exists()
     assert oct((tmp_path / "01").stat().st_mode & 0o777) == "0o700"
-    assert oct(files.path(data(1)[0]).stat().st_mode & 0o777) == "0o600"
+    assert oct(files.path(key_of(1)).stat().st_mode & 0o777) == "0o600"
 
 
 def test_keys_depend_on_everything_that_records_depend_on():

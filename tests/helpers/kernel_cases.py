@@ -264,8 +264,8 @@ def records(kind: str, count: int):
     """Pages of 64 tokens of Llama-3.1-8B's cache, from their records."""
     codes, scales = S((1000, 64, 8, 128), jnp.dtype(kind)), S((1000, 64, 8, 1), F32)
     arrays = [codes, scales] * 64 if kind == "int8" else [codes] * 64
-    record = S((sum(map(row_bytes, arrays)) // 4,), jnp.uint32)
-    return scatter, (arrays, S((count,), I32), [record] * count)
+    data = S((count, sum(map(row_bytes, arrays)) // 4), jnp.uint32)
+    return scatter, (arrays, S((count,), I32), data)
 
 
 CASES = {

@@ -51,6 +51,6 @@ def test_the_kernel_moves_what_xla_moves(monkeypatch, cache):
 def test_rows_of_odd_sizes_have_no_kernel(monkeypatch):
     monkeypatch.setattr(dispatch, "hopper_reason", lambda *_: None)
     arrays = [jnp.arange(20, dtype=jnp.int8).reshape(5, 4)]
-    (record,) = words.gather(arrays, np.array([3]))
-    (found,) = words.scatter(arrays, np.array([1]), [record])
+    records = words.gather(arrays, np.array([3]))
+    (found,) = words.scatter(arrays, np.array([1]), records)
     np.testing.assert_array_equal(found, np.asarray(arrays[0])[[0, 3, 2, 3, 4]])
