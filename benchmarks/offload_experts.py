@@ -62,14 +62,14 @@ from jaxllama.offload.experts import (
     unpack,
     views_of,
 )
-from jaxllama.offload.policy import Policy
+from jaxllama.offload.policy import ALL_ON_CPU, Policy
 from jaxllama.offload.store import Store
 from jaxllama.offload.units import SPAN
 from jaxllama.placement import Placement
 from jaxllama.planner.accounting import weight_shapes
 from jaxllama.planner.calibrate_experts import EXPERT_ROWS, StepPoint, depths, measure_experts
 from jaxllama.planner.cost import MemoryLimits, PlannerSettings, Task, need_of, predict
-from jaxllama.planner.experts import ALL_ON_CPU, ExpertCosts, expert_counts, experts_step
+from jaxllama.planner.experts import ExpertCosts, expert_counts, experts_step
 from jaxllama.planner.fitting import Calibration, Moving, nnls
 from jaxllama.planner.solve import one_by_one
 from jaxllama.planner.trial import random_expert, random_run, random_tree, spread_routes, timed_step

@@ -47,8 +47,6 @@ from jaxllama.errors import JaxLlamaError
 
 # Number of later arrivals that a step of priority is worth.
 AGE = 1024
-# Plans for each group of pages that comes back while rows run.
-PACE = 2
 # Newcomers leave one page of this many to the running sequences. A newcomer that takes the last
 # pages is soon preempted, and its prompt is computed again.
 RESERVE = 100
@@ -249,7 +247,6 @@ class Scheduler:
         self.prefilling: list[Sequence] = []
         self.running: dict[int, Sequence] = {}
         self.ending: list[Sequence] = []
-        self._n_plans = 0
         self.weights = 0  # number of times that the model's weights were replaced
         self._newest = -1
 
@@ -406,13 +403,11 @@ class Scheduler:
     def _arrived(self) -> list[Arrived]:
         """Return the pages that have come back, and admit the sequences that have all of them.
 
-        While rows run, every ``PACE``-th plan puts one group of pages into place: the rows hardly
-        wait then.
+        While rows run, a plan puts one large block of pages into place: the rows hardly wait then.
         """
         if self._transfers is None:
             return []
-        self._n_plans += 1
-        arrived = self._transfers.take(int(self._n_plans % PACE == 0) if self.running else None)
+        arrived = self._transfers.take(1 if self.running else None)
         for sequence, load in list(self.loading.items()):
             if not load.is_done:
                 continue

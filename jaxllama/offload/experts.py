@@ -134,23 +134,37 @@ def kept(hot: HotExperts, experts: jax.Array, loaded: tuple[Tree, Tree]) -> HotE
     if held.heat is None:
         return hot
     n_experts, n_slots = held.heat.shape[0], held.experts.shape[0]
-    count = min(n_slots, experts.shape[0])
     heat = jnp.append(held.heat, -1.0)
-    _, chosen = lax.top_k(heat[experts], count)
-    _, places = lax.top_k(-heat[held.experts], count)
-    comes, goes = experts[chosen], held.experts[places]
-    is_hotter = heat[comes] > heat[goes]
+    # The hottest that comes takes the coldest's place, and so on.
+    rank, slot_rank = ranked([heat[experts]])[0], ranked([-heat[held.experts]])[0]
+    pairs = rank[:, None] == slot_rank
+    places = jnp.sum(jnp.where(pairs, jnp.arange(n_slots), 0), axis=1, dtype=jnp.int32)
+    goes = held.experts[places]
+    is_hotter = (rank < n_slots) & (heat[experts] > heat[goes])
+    to = jnp.where(is_hotter, places, n_slots)
     none = n_experts + 1
     slots = held.slots.at[jnp.where(is_hotter, goes, none)].set(n_slots, mode="drop")
-    slots = slots.at[jnp.where(is_hotter, comes, none)].set(places, mode="drop")
-    to = jnp.where(is_hotter, places, n_slots)
+    slots = slots.at[jnp.where(is_hotter, experts, none)].set(places, mode="drop")
 
     def with_new(own: jax.Array, new: jax.Array) -> jax.Array:
-        return set_rows(own, to, words_of(new)[chosen])
+        return set_rows(own, to, words_of(new))
 
     weights = jax.tree.map(with_new, weights, loaded)
-    held = held._replace(experts=held.experts.at[to].set(comes, mode="drop"), slots=slots)
+    held = held._replace(experts=held.experts.at[to].set(experts, mode="drop"), slots=slots)
     return HotExperts(weights, held)
+
+
+def ranked(keys: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """Return each place by these keys ``[E]``, the largest first, equal ones in their own
+    order, int32 ``[E]``; and ``[E, E]``, whether the second one stands before the first.
+
+    A sort takes a GPU several kernels.
+    """
+    every = jnp.arange(keys[0].shape[0], dtype=jnp.int32)
+    before = every < every[:, None]
+    for key in reversed(keys):
+        before = (key > key[:, None]) | ((key == key[:, None]) & before)
+    return jnp.sum(before, axis=1, dtype=jnp.int32), before
 
 
 @dataclasses.dataclass(eq=False)

@@ -29,6 +29,9 @@ PERCENTAGES = (
 )
 
 
+ALL_ON_CPU = 1e-6  # a ``cpu_expert`` that leaves all experts without a slot to the CPU
+
+
 class Shares(NamedTuple):
     """Percentages of a tensor's rows on the device and in host memory; the rest is on disk."""
 
@@ -183,6 +186,11 @@ class Policy:
         if len(parts) != 2:
             raise JaxLlamaError(f"policy: experts = {self.experts!r}: expected DEVICE/HOST")
         return Shares(*(_number("experts", part) for part in parts))
+
+    @property
+    def computes_all(self) -> bool:
+        """Whether the CPU computes all experts that are not on the device."""
+        return 0 < self.cpu_expert <= ALL_ON_CPU and not self.cpu_token
 
     @property
     def block_size(self) -> int:

@@ -34,8 +34,8 @@ from jaxllama.decoding.sampling import Sampling
 from jaxllama.executors.offloaded.executor import offloaded
 from jaxllama.language_model import LanguageModel
 from jaxllama.offload.expert_places import ExpertUse
-from jaxllama.offload.policy import Policy
-from jaxllama.planner.experts import ALL_ON_CPU, ExpertCosts
+from jaxllama.offload.policy import ALL_ON_CPU, Policy
+from jaxllama.planner.experts import ExpertCosts
 from jaxllama.planner.fitting import nnls
 from jaxllama.planner.trial import given_run, random_run, spread_routes, timed_step
 from pallas_kernels.cpu import unavailable

@@ -36,8 +36,6 @@ from jaxllama.executors.offloaded.experts import divided
 from jaxllama.offload.expert_places import ExpertPlace, places, use_of
 from jaxllama.offload.policy import Policy
 
-ALL_ON_CPU = 1e-6  # the ratio of costs ``Policy.cpu_expert`` that leaves all experts to the CPU
-
 
 @dataclasses.dataclass(frozen=True)
 class ExpertCosts:

@@ -27,7 +27,7 @@ import numpy as np
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
 from jaxllama.model.mixers import keeps_tokens
-from jaxllama.offload.policy import PERCENTAGES, Policy
+from jaxllama.offload.policy import ALL_ON_CPU, PERCENTAGES, Policy
 from jaxllama.offload.units import check_halves
 from jaxllama.planner.cost import (
     KINDS,
@@ -39,7 +39,6 @@ from jaxllama.planner.cost import (
     predict,
     program_bytes,
 )
-from jaxllama.planner.experts import ALL_ON_CPU
 from jaxllama.planner.fitting import Calibration
 
 _BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)

@@ -38,6 +38,7 @@ from jaxllama.offload.experts import (
     HotExperts,
     HotSlots,
     kept,
+    ranked,
     tokens_of,
     unpack,
     unpack_on_cpu,
@@ -118,12 +119,13 @@ class Mail(NamedTuple):
 
     address: int32 ``[2]``, low word before high.
     expert, token: float32; what the CPU takes to compute an expert of one token and each further
-        token, beside the load of one expert.
+        token, beside the load of one expert. None if the CPU computes all, so that nothing is
+        loaded.
     """
 
     address: ArrayOrNumpy
-    expert: ArrayOrNumpy
-    token: ArrayOrNumpy
+    expert: ArrayOrNumpy | None
+    token: ArrayOrNumpy | None
 
 
 class FetchedCount(NamedTuple):
@@ -351,7 +353,8 @@ def _fetched_layer(
     )
     biases, experts = parts.biases, routed.experts
     n_experts = held.slots.shape[0] - 1
-    most = min(n_experts - held.experts.shape[0], experts.size)
+    loads = mail is None or mail.expert is not None
+    most = min(n_experts - held.experts.shape[0], experts.size) if loads else 0
     width = max(1, min(most, FETCHED))
     groups = -(-most // width)
     tokens = tokens_of(experts, n_experts)
@@ -362,7 +365,7 @@ def _fetched_layer(
     turn = posted = count.turn
     if mail is not None:
         turn = count.turn + 1  # as ``Mailbox`` counts, layers with mail alone
-        computed = _for_cpu(mail, tokens, needed, held.heat)
+        computed = _for_cpu(mail, tokens, needed, held.heat) if loads else needed
         needed &= ~computed
         is_sent = jnp.append(computed, False)[experts.reshape(-1)]
         sent = jnp.where(is_sent, experts.reshape(-1), n_experts)
@@ -409,25 +412,13 @@ def _for_cpu(mail: Mail, tokens: jax.Array, needed: jax.Array, heat: jax.Array |
     """
     warmth = jnp.zeros(tokens.shape, jnp.float32) if heat is None else heat
     rank, before = ranked((needed, tokens, warmth))
+    assert mail.expert is not None and mail.token is not None
     own = jnp.where(needed, mail.expert + mail.token * (tokens - 1).astype(jnp.float32), 0.0)
     on_cpu = jnp.sum(jnp.where(before, 0.0, own), axis=1)  # if the expert and all behind it are
     end, none = jnp.maximum(on_cpu, rank.astype(jnp.float32)), jnp.sum(needed, dtype=jnp.int32)
     least = jnp.minimum(jnp.min(jnp.where(needed, end, jnp.inf)), none.astype(jnp.float32))
     cut = jnp.min(jnp.where(needed & (end <= least), rank, none))
     return needed & (rank >= cut)
-
-
-def ranked(keys: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """Return each expert's place by these keys ``[E]``, the largest first, equal ones in their own
-    order, int32 ``[E]``; and ``[E, E]``, whether the second one stands before the first.
-
-    A sort takes a GPU several kernels.
-    """
-    every = jnp.arange(keys[0].shape[0], dtype=jnp.int32)
-    before = every < every[:, None]
-    for key in reversed(keys):
-        before = (key > key[:, None]) | ((key == key[:, None]) & before)
-    return jnp.sum(before, axis=1, dtype=jnp.int32), before
 
 
 class CpuKind(NamedTuple):
