@@ -220,12 +220,12 @@ class Tiers:
             gathers = self._gathers(wanted)
             loose = [key for key in keys if found[key] in gathers]
             self._make(loose)
-            sources = found | {key: self._making[key] for key in loose}
+            made = {key: self._making[key] for key in loose}
         parts: dict[Any, list[bytes]] = {}
-        for key, source in sources.items():
-            parts.setdefault(source, []).append(key)
+        for key in keys:
+            parts.setdefault(made.get(key, found[key]), []).append(key)
             if found[key] is None:
-                source.add_done_callback(functools.partial(self._count_read, key))
+                made[key].add_done_callback(functools.partial(self._count_read, key))
         return [(own, source) for source, own in parts.items()]
 
     def prefetch(self, keys: Iterable[bytes]) -> None:

@@ -46,10 +46,11 @@ class Mailbox:
         self._memory = store.pin(np.zeros(nbytes, np.uint8))
         start = self._memory.unsafe_buffer_pointer()
         words = words_of(start)
-        costs = None, None
+        mail = programs.Mail(words, None, None)
         if not policy.computes_all:
-            costs = np.float32(policy.cpu_expert), np.float32(policy.cpu_token)
-        self.mail = jax.device_put(programs.Mail(words, *costs), store.on_device)
+            costs = (np.array(cost, np.float32) for cost in (policy.cpu_expert, policy.cpu_token))
+            mail = programs.Mail(words, *costs)
+        self.mail = jax.device_put(mail, store.on_device)
         self._start = jax.device_put(words, cpu())
         self._turn = 0
         self._failed: list[BaseException] = []
