@@ -47,7 +47,7 @@ from jaxllama.engine.tier_files import TierFiles
 Records: TypeAlias = Any
 CacheKey: TypeAlias = "tuple[str | None, str]"  # an adapter and a salt
 
-THREADS = 4  # that read files, and as many that write them
+READERS, WRITERS = 8, 4  # threads; reading makes a prompt wait
 BEHIND = 1 << 30  # bytes that have left host memory and wait to be written
 CLOSING = 8.0  # seconds for the records that wait to be written when the engine stops
 Item = TypeVar("Item")
@@ -159,8 +159,8 @@ class Tiers:
         self._left: dict[bytes, int] = {}
         self._behind = 0  # the sum of ``_left``
         self._writing = 0  # records that a thread writes now
-        self._readers = ThreadPoolExecutor(THREADS, "jaxllama-tier-read")
-        self._writers = ThreadPoolExecutor(THREADS, "jaxllama-tier-write")
+        self._readers = ThreadPoolExecutor(READERS, "jaxllama-tier-read")
+        self._writers = ThreadPoolExecutor(WRITERS, "jaxllama-tier-write")
 
     def root(self, number: int, cache_key: CacheKey) -> bytes | None:
         """Return the key of the empty prefix; None if nothing of it is kept."""
@@ -296,7 +296,7 @@ class Tiers:
         """Return the block of a record that is in memory, perhaps because it waits for the disk."""
         return self._host.get(key) or self._unwritten.get(key)
 
-    def _gathers(self, wanted: Mapping[Block | None, int]) -> list[Block | None]:
+    def _gathers(self, wanted: Mapping[Block | None, int]) -> set[Block | None]:
         """Return the blocks whose wanted records go into new ones, and None for the disk's.
 
         wanted: numbers of records by block. They do so if fewer or far smaller blocks come of it.
@@ -310,8 +310,8 @@ class Tiers:
         count = sum(wanted[block] for block in few)
         n_made = len(list(self.runs([None] * count)))
         if n_made < len(few) or 2 * count < sum(len(block.data) for block in few if block):
-            return [*few, None]
-        return [None]
+            return {*few, None}
+        return {None}
 
     def _make(self, keys: Iterable[bytes]) -> None:
         """Begin to make blocks of the records that are not being made."""

@@ -96,8 +96,8 @@ class Policy:
     cpu_expert, cpu_token : float
         Time that the CPU takes for an expert that is not on the device, for one token and for each
         further one. The unit is the time of loading that expert. A step divides such experts
-        between the link and the CPU so that both end early. With a ``cpu_expert`` of 0 all are
-        loaded.
+        between the link and the CPU so that both end early. A ``cpu_expert`` of 0 loads all, and
+        one of ``ALL_ON_CPU`` leaves all to the CPU.
 
     Raises
     ------
