@@ -461,7 +461,9 @@ def test_long_rows_are_decoded_by_a_program_of_their_own(monkeypatch):
     monkeypatch.setattr(ResolvedOptions, "contexts", two)
     eng = Engine(model("llama"), **OPTIONS)
     seen, decode = [], eng.runner._decode
-    monkeypatch.setattr(eng.runner, "_decode", lambda c: (seen.append(c.context), decode(c))[1])
+    monkeypatch.setattr(
+        eng.runner, "_decode", lambda call, at: (seen.append(call.context), decode(call, at))[1]
+    )
     requests = [Request("a", PROMPTS[2], 20), Request("b", PROMPTS[7], 5)]
     for request in requests:
         check_answer("llama", request, eng.generate([request])[request.id])
