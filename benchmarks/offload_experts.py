@@ -469,13 +469,12 @@ def solver(
     host, dtype = Host(cfg, computes, distinct, scheme), default_dtype()
     settings = PlannerSettings(dtype, dtype, scheme)
     total = int(0.96e9 * gb)  # the rest is for the allocator's gaps
+    layer = sum(layout.nbytes for layout in host.layouts.values()) * cfg.experts.n_experts
     if small:
-        each = sum(layout.nbytes for layout in host.layouts.values())
-        total = int(0.6 * each * cfg.n_layers * cfg.experts.n_experts) + 4 * 1024 * 128 * 4
+        total = int(0.6 * layer * cfg.n_layers) + 4 * 1024 * 128 * 4
     limits = MemoryLimits(total, 10**12, 0)
     # Layers that are all on the device; a span of four layers is one program.
-    own = sum(layout.nbytes for layout in host.layouts.values()) * cfg.experts.n_experts
-    held = max(DEPTH, int(0.6 * total / own) // DEPTH * DEPTH)
+    held = max(DEPTH, int(0.6 * total / layer) // DEPTH * DEPTH)
     alike = cfg.replace(window_layers=()).first_layers(min(held, 3 * DEPTH, cfg.n_layers))
     points: dict[str, list[StepPoint]] = {}
     model = functools.partial(host.model, cfg=alike)
@@ -485,7 +484,7 @@ def solver(
     each = [
         (short.seconds, (whole.seconds - short.seconds) / (deep - few)) for whole, short in pairs
     ]
-    rest = [max(1e-9, seconds - few * layer) for seconds, layer in each]
+    rest = [max(1e-9, seconds - few * further) for seconds, further in each]
     calibration = machine(costs, nnls([(1.0, rows) for rows in EXPERT_ROWS], rest))
     tell("costs", lambda: {**dataclasses.asdict(costs), "points": points})
 

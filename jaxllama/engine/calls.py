@@ -179,8 +179,8 @@ class Calls:
 
     def saving(self, slots: device.BatchState, indices: np.ndarray, kind: Moved) -> ProgramCall:
         """Return the call that copies pages, or a snapshot, as records."""
-        leaves = records.page_leaves if kind == "pages" else records.state_leaves
-        return ("save", kind, len(indices)), Wanted(records.save, (leaves(slots), indices))
+        operands = _leaves(slots, kind), indices
+        return ("save", kind, len(indices)), Wanted(records.save, operands)
 
     def loading(
         self, slots: device.BatchState, indices: np.ndarray, moved: jax.Array, kind: Moved
@@ -257,35 +257,32 @@ class Calls:
     def _moving(self, slots: Callable[[], device.BatchState]) -> list[IdleCall]:
         """Return calls that move no page and no state."""
 
-        def blank_records(leaves: Sequence[jax.Array], n: int) -> jax.Array:
-            return jnp.zeros((n, records.record_bytes(leaves) // 4), jnp.uint32)
+        def save(kind: Moved, n: int) -> IdleCall:
+            return lambda: self.saving(slots(), np.full(n, NOBODY, np.int32), kind)
 
-        def save_pages(n: int) -> IdleCall:
-            return lambda: self.saving(slots(), np.full(n, NOBODY, np.int32), "pages")
-
-        def load_pages(n: int) -> IdleCall:
+        def load(kind: Moved, n: int) -> IdleCall:
             def call() -> ProgramCall:
-                blank = blank_records(records.page_leaves(slots()), n)
-                return self.loading(slots(), np.full(n, NOBODY, np.int32), blank, "pages")
+                size = records.record_bytes(_leaves(slots(), kind)) // 4
+                # States go to a slot and to a snapshot.
+                nowhere = np.full(n if kind == "pages" else 2, NOBODY, np.int32)
+                return self.loading(slots(), nowhere, jnp.zeros((n, size), jnp.uint32), kind)
 
             return call
 
-        calls = [move(n) for n in self._moved for move in (save_pages, load_pages)]
+        kinds: list[tuple[Moved, int]] = [("pages", n) for n in self._moved]
         if self._options.has_tiers and self._options.snapshots:
-            calls.append(lambda: self.saving(slots(), np.full(1, NOBODY, np.int32), "state"))
-
-            def load_state() -> ProgramCall:
-                blank = blank_records(records.state_leaves(slots()), 1)
-                return self.loading(slots(), np.full(2, NOBODY, np.int32), blank, "state")
-
-            calls.append(load_state)
-        return calls
+            kinds.append(("state", 1))
+        return [move(*which) for which in kinds for move in (save, load)]
 
     def _without_rows(self, n: int, context: int, params: device.Params) -> Decode:
         rows = np.full((n, 3 + self._options.more_pages), NOBODY, np.int32)
         rows[:, 1] = 0
         orders = device.make_orders(rows, level=0, wants_top=False, steps=0)
         return Decode(params, orders, self.no_masks[n], {}, n, context, False)
+
+
+def _leaves(slots: device.BatchState, kind: Moved) -> list[jax.Array]:
+    return records.page_leaves(slots) if kind == "pages" else records.state_leaves(slots)
 
 
 def blank(rows: int, width: int) -> tuple[np.ndarray, np.ndarray]:

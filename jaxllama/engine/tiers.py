@@ -309,7 +309,7 @@ class Tiers:
         ]
         count = sum(wanted[block] for block in few)
         n_made = len(list(self.runs([None] * count)))
-        if n_made < len(few) or 2 * count < sum(len(block.data) for block in few if block):
+        if n_made < len(few) or 2 * count < sum(len(block.data) for block in few):
             return {*few, None}
         return {None}
 
@@ -358,10 +358,11 @@ class Tiers:
 
     def _made(self, keys: Sequence[bytes]) -> Block:
         """Return a block of records from memory and disk, of those that can be read."""
-        with self._lock:
-            data = np.empty((self.size_of(len(keys)), self._size(keys[0])), np.uint8)
         rows: dict[bytes, int] = {}
         try:
+            with self._lock:
+                size = self._size(keys[0])
+            data = np.empty((self.size_of(len(keys)), size), np.uint8)
             found = {key: row for row, key in enumerate(keys) if self._read(key, data[row])}
             block = Block(self._pin(data) if found else data, found)
             rows = found

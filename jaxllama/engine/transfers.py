@@ -227,7 +227,7 @@ class Transfers:
 
     def saved(self, keys: Sequence[bytes], copies: OnDevice, kind: Moved) -> None:
         """Bring copies of pages or of states from the device to the tiers."""
-        weight = len(keys) if kind == "pages" else self._most
+        weight = len(copies) if kind == "pages" else self._most
         with self._lock:
             self._saving += weight
         self._out.submit(self._save, keys, copies, weight)

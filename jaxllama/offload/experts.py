@@ -155,7 +155,7 @@ def kept(hot: HotExperts, experts: jax.Array, loaded: tuple[Tree, Tree]) -> HotE
 
 
 def ranked(keys: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """Return each place by these keys ``[E]``, the largest first, equal ones in their own
+    """Return the place of each by these keys ``[E]``, the largest first, equal ones in their own
     order, int32 ``[E]``; and ``[E, E]``, whether the second one stands before the first.
 
     A sort takes a GPU several kernels.

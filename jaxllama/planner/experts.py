@@ -34,7 +34,7 @@ import numpy as np
 from jaxllama.config import ModelConfig
 from jaxllama.executors.offloaded.experts import divided
 from jaxllama.offload.expert_places import ExpertPlace, places, use_of
-from jaxllama.offload.policy import Policy
+from jaxllama.offload.policy import ALL_ON_CPU, Policy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +63,7 @@ class ExpertCosts:
             return {}
         unit = max(self.load[1], 1e-9)
         return {
-            "cpu_expert": float(f"{max(self.cpu[1] / unit, 1e-6):.4g}"),
+            "cpu_expert": float(f"{max(self.cpu[1] / unit, ALL_ON_CPU):.4g}"),
             "cpu_token": float(f"{self.cpu[2] / unit:.4g}"),
         }
 
