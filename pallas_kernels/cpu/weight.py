@@ -178,21 +178,20 @@ def _rows(v: np.ndarray) -> np.ndarray:
     return v.reshape(-1, v.shape[-1])
 
 
-def restore(w: CpuWeight) -> QTensor:
-    """The QTensor that was prepared.  Plain jax.numpy (numpy, of numpy's arrays)."""
-    form, lead = w.form, w.q.shape[:-2]
+def restore(w: CpuWeight, codes: AnyArray | None = None) -> QTensor:
+    """The QTensor that was prepared.  Plain jax.numpy (numpy, of numpy's arrays).
+
+    codes: ``[..., n, k]``, where they are in rows already.
+    """
+    form, lead = w.form, w.scale.shape[:-3]
 
     def by_row(v: AnyArray) -> AnyArray:
         return v.swapaxes(-1, -2).reshape(*lead, -1, w.groups)[..., : form.n, :]
 
-    q = w.q.reshape(*w.q.shape[:-1], -1, TILE, 4).swapaxes(-2, -3)
-    q = _unpacked(q, form).reshape(*lead, -1, w.padded_k)[..., : form.n, : form.k]
+    q = _codes(w, lead) if codes is None else codes
     scale, zero = by_row(w.scale), None if w.zero is None else by_row(w.zero)
     if form.is_float4:
-        return QTensor(_float4(q), scale, None, form.activations, w.columns, unit=w.unit)
-    if form.bits == 4:
-        q = q - np.int8(8)
-    q = q.astype(form.dtype)
+        return QTensor(q, scale, None, form.activations, w.columns, unit=w.unit)
     if zero is not None and form.zero is not None:
         if form.minimum:
             zero = zero.astype(np.float32) + np.float32(8) * scale.astype(np.float32)
@@ -204,6 +203,15 @@ def restore(w: CpuWeight) -> QTensor:
         scale = (scale + np.float32(0.5)).astype(np.int8)
     scale = scale.astype(form.scale)
     return QTensor(q, scale, zero, form.activations, w.columns, w.input_scale, w.unit)
+
+
+def _codes(w: CpuWeight, lead: tuple[int, ...]) -> AnyArray:
+    form = w.form
+    q = w.q.reshape(*w.q.shape[:-1], -1, TILE, 4).swapaxes(-2, -3)
+    q = _unpacked(q, form).reshape(*lead, -1, w.padded_k)[..., : form.n, : form.k]
+    if form.is_float4:
+        return _float4(q)
+    return (q - np.int8(8) if form.bits == 4 else q).astype(form.dtype)
 
 
 def prepare_tree(params: Params) -> Params:

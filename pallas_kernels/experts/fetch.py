@@ -115,10 +115,9 @@ def fetched_weight(
     q = lax.bitcast_convert_type(weight.q, jnp.dtype(form.dtype)).reshape(count, form.n, form.k)
     if leaves[1].item:
         scale = lax.bitcast_convert_type(weight.scale, jnp.dtype(form.scale))
-    else:
-        scale = weight.scale.swapaxes(-1, -2).astype(form.scale)
-    scale = scale.reshape(count, form.n, like.groups)
-    return QTensor(q, scale, None, form.activations, weight.columns, weight.input_scale)
+        scale = scale.reshape(count, form.n, like.groups)
+        return QTensor(q, scale, None, form.activations, weight.columns, weight.input_scale)
+    return restore(weight, q)
 
 
 def _typed(data: jax.Array, part: Any) -> jax.Array:

@@ -52,12 +52,11 @@ def fetched_leaves(
     flip = 0x88888888 if form.bits == 4 and not form.is_float4 else 0
     turned = {"item": 4, "units": units, "is_nibbles": form.bits == 4, "flip": flip}
     leaves[0] = leaves[0]._replace(**turned)
-    if jnp.dtype(like.scale.dtype).itemsize == 1:
+    if jnp.dtype(like.scale.dtype).itemsize == 1 and like.zero is None and like.unit is None:
         leaves[1] = leaves[1]._replace(item=1, units=like.groups)
     return tuple(leaves)
 
 
 def _turns(w: CpuWeight) -> bool:
     """Whether the kernel lays out the codes in rows: they have no padding, in which no row ends."""
-    whole = w.form.n % TILE == 0 and w.padded_k == w.form.k
-    return whole and w.zero is None and w.unit is None
+    return w.form.n % TILE == 0 and w.padded_k == w.form.k

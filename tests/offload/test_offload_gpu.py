@@ -86,7 +86,7 @@ def test_attention_beside_the_cache(tmp_path, monkeypatch, sparsity):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("scheme", [None, "mxfp4"])
+@pytest.mark.parametrize("scheme", [None, "mxfp4", "w4a16-g32", "w4a16-g32-zero"])
 def test_experts_that_the_gpu_reads_from_the_host(tmp_path, scheme):
     experts = ExpertsConfig(16, 2, 256, bias=True, router_bias=True)
     cfg = CFG.first_layers(1).replace(experts=experts)
