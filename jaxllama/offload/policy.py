@@ -30,6 +30,7 @@ PERCENTAGES = (
 
 
 ALL_ON_CPU = 1e-6  # a ``cpu_expert`` that leaves all experts without a slot to the CPU
+CPU_PAIRS = 128  # of a token and an expert, in a layer; ``ALL_ON_CPU`` loads those of longer prompts
 
 
 class Shares(NamedTuple):
@@ -96,8 +97,8 @@ class Policy:
     cpu_expert, cpu_token : float
         Time that the CPU takes for an expert that is not on the device, for one token and for each
         further one. The unit is the time of loading that expert. A step divides such experts
-        between the link and the CPU so that both end early. A ``cpu_expert`` of 0 loads all, and
-        one of ``ALL_ON_CPU`` leaves all to the CPU.
+        between the link and the CPU so that both end early. A ``cpu_expert`` of 0 loads all. One
+        of ``ALL_ON_CPU`` leaves all to the CPU, and loads them for more than ``CPU_PAIRS``.
 
     Raises
     ------
@@ -189,8 +190,12 @@ class Policy:
 
     @property
     def computes_all(self) -> bool:
-        """Whether the CPU computes all experts that are not on the device."""
+        """Whether the CPU computes all experts that are not on the device, of ``CPU_PAIRS``."""
         return 0 < self.cpu_expert <= ALL_ON_CPU and not self.cpu_token
+
+    def may_compute(self, pairs: float) -> bool:
+        """Whether the CPU may compute some of a layer's experts, which have so many tokens."""
+        return self.cpu_expert > 0 and (pairs <= CPU_PAIRS or not self.computes_all)
 
     @property
     def block_size(self) -> int:

@@ -134,7 +134,7 @@ def test_experts_by_mail_give_what_the_host_s_calls_give(tmp_path, monkeypatch, 
     prompts = [PROMPTS[0], PROMPTS[0][::-1], [9]][:rows]
     found = [model.generate(prompts, NEW) for _ in range(2)]
     assert len(turns) >= 2 * (NEW - 1)  # one for both layers, which are a span
-    monkeypatch.setattr(room, "MAILED", 0)
+    monkeypatch.setattr(room, "CPU_PAIRS", 0)
     for want in model.generate(prompts, NEW):
         for one in (generation.pop(0) for generation in found):
             assert one.tokens == want.tokens

@@ -55,7 +55,7 @@ from jaxllama.executors.offloaded.expert_programs import (
     Places,
     RoutedTokens,
 )
-from jaxllama.executors.offloaded.mailbox import MAILED, Mailbox
+from jaxllama.executors.offloaded.mailbox import Mailbox
 from jaxllama.model.cache import LayerState
 from jaxllama.model.linear import Stream
 from jaxllama.offload.experts import (
@@ -63,7 +63,7 @@ from jaxllama.offload.experts import (
     ExpertLayout,
     ExpertTensor,
 )
-from jaxllama.offload.policy import Policy
+from jaxllama.offload.policy import CPU_PAIRS, Policy
 from jaxllama.offload.store import Store
 from jaxllama.offload.timeline import NO_RECORD, Recording
 from jaxllama.offload.units import ModelUnit
@@ -111,7 +111,7 @@ def divided(
 
     warmth = dict.fromkeys(tokens, 0.0) if heat is None else {e: float(heat[e]) for e in tokens}
     order = sorted(tokens, key=lambda e: (e not in loaded, -tokens[e], -warmth[e], e))
-    if policy.cpu_expert == 0:
+    if not policy.may_compute(sum(tokens.values())):
         return order, []
     first = sum(expert in loaded for expert in order)
     on_cpu, cut = 0.0, len(order)  # the CPU takes experts from the end while it is the earlier
@@ -240,7 +240,7 @@ class ExpertWork:
                 layer, mixes, *flat, cold.hot, stream, state, where, sparse
             )
             cold.hold(cold.hot._replace(held=held))
-            if cold.may_compute:
+            if cold.may_compute and self.policy.may_compute(routed.experts.size):
                 routed.tokens.copy_to_host_async()
             # Waits for the router and the hot pairs.
             chosen, slots, heat = jax.device_get((routed.experts, held.slots, held.heat))
@@ -269,7 +269,7 @@ class ExpertWork:
             return SpanKind()
         assert layer.experts is not None
         sizes = MailLayout(tokens, layer.d_model, tokens * layer.experts.n_active)
-        is_mailed = cold.has_mail and sizes.pairs <= MAILED
+        is_mailed = cold.has_mail and sizes.pairs <= CPU_PAIRS
         return SpanKind(sizes, cold.kind) if is_mailed else None
 
     def span(

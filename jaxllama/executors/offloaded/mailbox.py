@@ -8,7 +8,7 @@ The host dispatches both and waits for neither. Each is one program, so no turn 
 thread waits for the device's words in machine code (``pallas_kernels.cpu.mail``). Turns are served
 in the order of the calls.
 
-Left out: experts on disk, those without a handler on the CPU, and more than ``MAILED`` pairs.
+Left out: experts on disk, those without a handler on the CPU, and more than ``CPU_PAIRS`` pairs.
 """
 
 from __future__ import annotations
@@ -25,12 +25,11 @@ import numpy as np
 
 from jaxllama.executors.offloaded import expert_programs as programs
 from jaxllama.executors.offloaded.cpu_attention import cpu
-from jaxllama.offload.policy import Policy
+from jaxllama.offload.policy import CPU_PAIRS, Policy
 from jaxllama.offload.store import Store
 from pallas_kernels.cpu.mail import ANSWERED, POSTED, MailLayout
 from pallas_kernels.experts.mail import turn_at, words_of
 
-MAILED = 128  # pairs of a layer at most
 # The last turn of each job, and the arguments of ``served``; None ends the thread.
 Jobs = queue.SimpleQueue[tuple[int, tuple[Any, ...]] | None]
 
@@ -42,7 +41,7 @@ class Mailbox:
     """
 
     def __init__(self, store: Store, policy: Policy, width: int) -> None:
-        nbytes = MailLayout(MAILED, width, MAILED).nbytes
+        nbytes = MailLayout(CPU_PAIRS, width, CPU_PAIRS).nbytes
         self._memory = store.pin(np.zeros(nbytes, np.uint8))
         start = self._memory.unsafe_buffer_pointer()
         words = words_of(start)
