@@ -30,7 +30,9 @@ PERCENTAGES = (
 
 
 ALL_ON_CPU = 1e-6  # a ``cpu_expert`` that leaves all experts without a slot to the CPU
-CPU_PAIRS = 128  # of a token and an expert, in a layer; ``ALL_ON_CPU`` loads those of longer prompts
+CPU_PAIRS = (
+    128  # of a token and an expert, in a layer; ``ALL_ON_CPU`` loads those of longer prompts
+)
 
 
 class Shares(NamedTuple):
@@ -193,9 +195,10 @@ class Policy:
         """Whether the CPU computes all experts that are not on the device, of ``CPU_PAIRS``."""
         return 0 < self.cpu_expert <= ALL_ON_CPU and not self.cpu_token
 
-    def may_compute(self, pairs: float) -> bool:
-        """Whether the CPU may compute some of a layer's experts, which have so many tokens."""
-        return self.cpu_expert > 0 and (pairs <= CPU_PAIRS or not self.computes_all)
+    def of_pairs(self, pairs: float) -> Policy:
+        """Return the policy for a layer whose experts without a slot have so many tokens."""
+        loads = self.computes_all and round(pairs) > CPU_PAIRS
+        return dataclasses.replace(self, cpu_expert=0.0) if loads else self
 
     @property
     def block_size(self) -> int:

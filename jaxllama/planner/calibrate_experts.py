@@ -11,6 +11,7 @@ that a run has. Each series gives the seconds of a layer:
     link, slots     half on the device, the others loaded: ``slots``
     CPU             none on the device, all computed by the CPU: ``cpu``
     CPU, slots      half on the device, the others computed by the CPU: ``slots``
+    CPU, prompt     none on the device, a prompt's all computed by the CPU: ``prompt``
     both            none on the device, divided by the costs of link and CPU: ``both``
 
 Steps are timed at two depths, because what a step has besides its layers differs between the
@@ -42,6 +43,7 @@ from pallas_kernels.cpu import unavailable
 
 EXPERT_ROWS = (1, 16)
 CPU_ROWS = (1, 4, 16)  # three, for a layer, an expert and a further token of it
+PROMPT, PROMPTS = 512, 2  # tokens, and how often they are timed
 CONTEXT, ROOM = 1, 127  # a prompt of one token has a step's programs
 WARM, STEPS, LEAST = 8, 110, 12  # steps; at least ``LEAST``, and more for ``SECONDS``
 SECONDS = 0.4
@@ -126,15 +128,29 @@ def measure_experts(
     found = by_layer("link, slots", half_lm, cpu_expert=0.0)
     slots = added(found, _loaded(found), load)
     if not computes:
-        return ExpertCosts(layer, load, (), (slots, 0.0), (0.0, 0.0))
+        return ExpertCosts(layer, load, (), (), (slots, 0.0), (0.0, 0.0))
     found = by_layer("CPU", cold_lm, CPU_ROWS)
     cpu = nnls(_computed(found), found.seconds, found.whole)
     found = by_layer("CPU, slots", half_lm, CPU_ROWS)
     both_slots = slots, added(found, _computed(found), cpu)
     visit, expert, token = cpu
-    costs = ExpertCosts(layer, load, (visit, expert + token, token), both_slots, (0.0, 0.0))
+    cpu = visit, expert + token, token
+    least = _prompt_seconds(dataclasses.replace(cold_lm, config=shallow), kv_dtype, chunk)
+    tell("CPU, prompt", [StepPoint(least, 0.0, 0.0, 0.0)])
+    costs = ExpertCosts(layer, load, cpu, (least,), both_slots, (0.0, 0.0))
     found = by_layer("both", cold_lm, CPU_ROWS, **costs.of_policy)
     return dataclasses.replace(costs, both=_both(costs, found))
+
+
+def _prompt_seconds(lm: LanguageModel, kv_dtype: DTypeLike, chunk: int) -> float:
+    """Return what a token and expert of a prompt take whose experts the CPU computes."""
+    costs = {"cpu_expert": ALL_ON_CPU, "cpu_token": ALL_ON_CPU}  # else long prompts are loaded
+    lm = dataclasses.replace(lm, executor=offloaded(lm.executor).with_policy(**costs))
+    found = []
+    for _ in range(1 + PROMPTS):
+        run = random_run(lm, 1, PROMPT, 2, PROMPT + 2, kv_dtype, chunk)
+        found.append(timed_step(run) / run.experts.computed[1])
+    return min(found[1:])
 
 
 def _loaded(found: Series) -> list[tuple[float, float]]:
@@ -171,7 +187,7 @@ def _both(costs: ExpertCosts, found: Series) -> tuple[float, ...]:
     for point, taken, step in zip(found.points, found.seconds, found.whole, strict=True):
         if point.loads and point.computed:
             link = point.loads * costs.load[1]
-            cpu = point.computed * costs.cpu[1] + point.extra * costs.cpu[2]
+            cpu = costs.on_cpu(point.computed, point.extra)
             terms.append((1.0, min(link, cpu)))
             rest.append(taken - costs.cpu[0] - max(link, cpu))
             whole.append(step)

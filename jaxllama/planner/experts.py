@@ -12,7 +12,8 @@ link and CPU (``offloaded.experts.divided``), and
     else          cpu_visit + longer + both + share * shorter      of  loads * load
                                               and experts * expert + tokens * token
 
-where ``tokens`` are those beyond the first of an expert, and ``dispatch`` is the host's time for a
+where ``tokens`` are those beyond the first of an expert, of which many cost what they do in a
+prompt, and ``dispatch`` is the host's time for a
 layer whose experts are all on the device. A layer that only loads waits for nothing on the host, so
 the link hides the dispatch. A layer of which the CPU may compute experts waits for its router, on a
 GPU without the host (``offloaded.mailbox``), also if it needs none of them. Slots of other experts
@@ -45,6 +46,7 @@ class ExpertCosts:
     load: a layer that loads its experts, one expert.
     cpu: a layer of which the CPU computes the experts, one expert, a further token of an expert;
         empty if this CPU computes none.
+    prompt: one of many tokens of an expert that the CPU computes; empty likewise.
     slots: what slots for some experts on the device add to a layer that loads, and to one of the
         CPU.
     both: what a layer with both adds, and a second of the shorter of both.
@@ -53,6 +55,7 @@ class ExpertCosts:
     layer: tuple[float, ...]
     load: tuple[float, ...]
     cpu: tuple[float, ...]
+    prompt: tuple[float, ...]
     slots: tuple[float, ...]
     both: tuple[float, ...]
 
@@ -64,8 +67,13 @@ class ExpertCosts:
         unit = max(self.load[1], 1e-9)
         return {
             "cpu_expert": float(f"{max(self.cpu[1] / unit, ALL_ON_CPU):.4g}"),
-            "cpu_token": float(f"{self.cpu[2] / unit:.4g}"),
+            "cpu_token": float(f"{max(self.cpu[2], *self.prompt) / unit:.4g}"),
         }
+
+    def on_cpu(self, computed: float, extra: float) -> float:
+        """Return the CPU's seconds for so many experts with ``extra`` further tokens."""
+        _, expert, token = self.cpu
+        return max(computed * expert + extra * token, (computed + extra) * self.prompt[0])
 
     def seconds(
         self,
@@ -85,8 +93,7 @@ class ExpertCosts:
         if not waits or not self.cpu:  # the host dispatches layers meanwhile
             visit = self.load[0] + has_slots * self.slots[0]
             return max(0.0, visit + link - base) if loads else 0.0
-        visit, expert, token = self.cpu
-        cpu = computed * expert + extra * token
+        visit, cpu = self.cpu[0], self.on_cpu(computed, extra)
         longer, shorter = max(link, cpu), min(link, cpu)
         if shorter:
             longer += self.both[0] + self.both[1] * shorter
@@ -136,7 +143,8 @@ def layer_seconds(
     if not waits or not len(shares):
         # The host and the link each work off a queue of layers, so the longer mean counts.
         return ExpertStep(costs.seconds(mean, 0, 0.0, False, rows, has_slots), mean, 0.0)
-    busy = max(1.0, float(np.sum(shares) * tokens) / max(mean, 1e-9))  # tokens of a needed expert
+    pairs = float(np.sum(shares) * tokens)
+    busy, policy = max(1.0, pairs / max(mean, 1e-9)), policy.of_pairs(pairs)
     seconds = loads = computed = 0.0
     for count, chance in enumerate(distribution(chances)):
         if chance < 1e-9:

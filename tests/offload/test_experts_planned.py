@@ -45,10 +45,13 @@ COSTS = ExpertCosts(
     layer=(4e-4, 1e-5),
     load=(1e-4, 2.5e-4),
     cpu=(7e-4, 2e-4, 2e-5),
+    prompt=(2e-5,),
     slots=(5e-5, 1e-4),
     both=(5e-5, 0.3),
 )
-SLOW_CPU = ExpertCosts((1e-6, 0.0), (1e-6, 1e-5), (1e-4, 1e-3, 1e-3), (0.0, 0.0), (0.0, 0.3))
+SLOW_CPU = ExpertCosts(
+    (1e-6, 0.0), (1e-6, 1e-5), (1e-4, 1e-3, 1e-3), (1e-3,), (0.0, 0.0), (0.0, 0.3)
+)
 ON_CPU = {"cpu_expert": 1e-6}  # all of them
 
 
@@ -160,7 +163,7 @@ def test_a_device_too_small_for_a_mixture_is_known_before_anything_is_measured()
 @pytest.mark.slow
 def test_the_solver_divides_what_is_not_on_the_device():
     cfg, limits, task, settings = limited()
-    fast = dataclasses.replace(SLOW_CPU, cpu=(1e-7, 1e-5, 1e-5))
+    fast = dataclasses.replace(SLOW_CPU, cpu=(1e-7, 1e-5, 1e-5), prompt=(1e-5,))
     found = solve(cfg, machine(fast), task, limits, settings)
     assert limits.allow(need_of(cfg, found, task, settings, 0))
     assert found.expert_shares is not None and found.expert_shares.device > 10
@@ -184,6 +187,18 @@ def test_the_most_used_are_on_the_device_and_a_slow_cpu_gets_nothing(tmp_path):
         dataclasses.replace(best, expert_use="")
     )
     assert best.cpu_expert == 0.0 or best.cpu_expert > 50
+
+
+def test_a_prompt_s_experts_are_loaded_where_the_cpu_computes_all_of_a_step():
+    policy = Policy(experts="0/100", **ON_CPU)
+    [step] = experts_step(CFG, COSTS, policy, (32,))  # 128 pairs of all 32 experts
+    [piece] = experts_step(CFG, COSTS, policy, (33,), keeps=False)
+    assert (round(step.loads), round(step.computed)) == (0, 32)
+    assert (round(piece.loads), round(piece.computed)) == (32, 0)
+    # Many tokens of an expert cost what they do in a prompt, few what they do in a step.
+    dear = dataclasses.replace(COSTS, prompt=(1e-3,))
+    assert dear.on_cpu(1, 0) == pytest.approx(1e-3) and dear.of_policy["cpu_token"] == 4.0
+    assert COSTS.on_cpu(2, 9) == pytest.approx(2 * 2e-4 + 9 * 2e-5)
 
 
 def test_a_long_prompt_passes_in_longer_pieces_where_there_is_room():
@@ -240,6 +255,7 @@ def test_costs_and_use_are_measured(tmp_path):
 
     costs = measure_experts(cfg, model, jnp.float32, 64)
     assert min(*costs.layer, *costs.slots, *costs.both) >= 0 and len(costs.load) == 2
+    assert len(costs.cpu) == 3 * len(costs.prompt) and all(x > 0 for x in costs.prompt)
     tokens = np.random.default_rng(0).integers(0, 256, (4, 16))
     use = measured_use(model(Policy.parse("100 0 100 0 100 0 experts=50/50")), tokens)
     assert [round(float(own.sum()), 6) for own in use.layers.values()] == [4.0, 4.0]

@@ -111,7 +111,7 @@ def divided(
 
     warmth = dict.fromkeys(tokens, 0.0) if heat is None else {e: float(heat[e]) for e in tokens}
     order = sorted(tokens, key=lambda e: (e not in loaded, -tokens[e], -warmth[e], e))
-    if not policy.may_compute(sum(tokens.values())):
+    if policy.cpu_expert == 0:
         return order, []
     first = sum(expert in loaded for expert in order)
     on_cpu, cut = 0.0, len(order)  # the CPU takes experts from the end while it is the earlier
@@ -240,7 +240,7 @@ class ExpertWork:
                 layer, mixes, *flat, cold.hot, stream, state, where, sparse
             )
             cold.hold(cold.hot._replace(held=held))
-            if cold.may_compute and self.policy.may_compute(routed.experts.size):
+            if cold.may_compute and self.policy.of_pairs(routed.experts.size).cpu_expert:
                 routed.tokens.copy_to_host_async()
             # Waits for the router and the hot pairs.
             chosen, slots, heat = jax.device_get((routed.experts, held.slots, held.heat))
@@ -464,7 +464,8 @@ class _Cold:
         known, ahead = loads.known, loads.ahead
         self.pairs = self._cold_pairs(chosen, loads.slots)
         tokens = {expert: len(expert_pairs) for expert, expert_pairs in self.pairs.items()}
-        to_load, to_compute = divided(tokens, set(known), self.policy, loads.heat)
+        policy = self.policy.of_pairs(sum(tokens.values()))
+        to_load, to_compute = divided(tokens, set(known), policy, loads.heat)
         tally.computed += len(to_compute)
         tally.computed_pairs += sum(tokens[expert] for expert in to_compute)
         if not (known or loads.keeps or ahead) and self.addresses[0] is not None:
