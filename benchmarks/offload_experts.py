@@ -501,7 +501,7 @@ def solver(
         return max(found, key=rate)
 
     def compared(policy: Policy, rows: int, lm: LanguageModel) -> dict[str, Any]:
-        found = decode(lm, rows, 6, 10)
+        found = decode(lm, rows, 6, max(10, 40 // rows))
         expected = 1e3 * predict(cfg, policy, calibration, task(rows), settings).step
         steps = experts_step(cfg, costs, policy, (rows,), rows)
         need = need_of(cfg, policy, task(rows), settings, 0)

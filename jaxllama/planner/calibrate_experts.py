@@ -97,16 +97,21 @@ def measure_experts(
         return found
 
     def by_layer(
-        name: str, lm: LanguageModel, rows: Sequence[int] = EXPERT_ROWS, **changes: Any
+        name: str,
+        lm: LanguageModel,
+        rows: Sequence[int] = EXPERT_ROWS,
+        a_row: float = 0.0,
+        **changes: Any,
     ) -> Series:
+        """Return the steps without what each row takes beside the experts, ``a_row``."""
         lm = dataclasses.replace(lm, executor=offloaded(lm.executor).with_policy(**changes))
         short = points(f"{name}, shallow", dataclasses.replace(lm, config=shallow), rows)
         long = points(name, lm, rows)
-        pairs = zip(long, short, strict=True)
+        seconds = np.array([[point.seconds for point in found] for found in (long, short)])
         layers = cfg.n_layers - shallow.n_layers
         return Series(
             long,
-            np.array([(deep.seconds - few.seconds) / layers for deep, few in pairs]),
+            (seconds[0] - seconds[1]) / layers - a_row * np.array(rows),
             np.array([point.seconds / cfg.n_layers for point in long]),
         )
 
@@ -129,16 +134,16 @@ def measure_experts(
     slots = added(found, _loaded(found), load)
     if not computes:
         return ExpertCosts(layer, load, (), (), (slots, 0.0), (0.0, 0.0))
-    found = by_layer("CPU", cold_lm, CPU_ROWS)
+    found = by_layer("CPU", cold_lm, CPU_ROWS, layer[1])
     cpu = nnls(_computed(found), found.seconds, found.whole)
-    found = by_layer("CPU, slots", half_lm, CPU_ROWS)
+    found = by_layer("CPU, slots", half_lm, CPU_ROWS, layer[1])
     both_slots = slots, added(found, _computed(found), cpu)
     visit, expert, token = cpu
     cpu = visit, expert + token, token
     least = _prompt_seconds(dataclasses.replace(cold_lm, config=shallow), kv_dtype, chunk)
     tell("CPU, prompt", [StepPoint(least, 0.0, 0.0, 0.0)])
     costs = ExpertCosts(layer, load, cpu, (least,), both_slots, (0.0, 0.0))
-    found = by_layer("both", cold_lm, CPU_ROWS, **costs.of_policy)
+    found = by_layer("both", cold_lm, CPU_ROWS, layer[1], **costs.of_policy)
     return dataclasses.replace(costs, both=_both(costs, found))
 
 

@@ -9,8 +9,8 @@ distribution (Poisson-binomial). For each number, the run's own rule divides the
 link and CPU (``offloaded.experts.divided``), and
 
     loads alone   max(dispatch, load_visit + loads * load)
-    else          cpu_visit + longer + both + share * shorter      of  loads * load
-                                              and experts * expert + tokens * token
+    else          cpu_visit + rows * row + longer + both + share * shorter     of  loads * load
+                                                      and experts * expert + tokens * token
 
 where ``tokens`` are those beyond the first of an expert, of which many cost what they do in a
 prompt, and ``dispatch`` is the host's time for a
@@ -44,8 +44,8 @@ class ExpertCosts:
 
     layer: a decode step of a layer whose experts are all on the device: a layer, a row.
     load: a layer that loads its experts, one expert.
-    cpu: a layer of which the CPU computes the experts, one expert, a further token of an expert;
-        empty if this CPU computes none.
+    cpu: a layer of which the CPU computes the experts, beside its rows, one expert, a further token
+        of an expert; empty if this CPU computes none.
     prompt: one of many tokens of an expert that the CPU computes; empty likewise.
     slots: what slots for some experts on the device add to a layer that loads, and to one of the
         CPU.
@@ -97,7 +97,8 @@ class ExpertCosts:
         longer, shorter = max(link, cpu), min(link, cpu)
         if shorter:
             longer += self.both[0] + self.both[1] * shorter
-        return max(0.0, visit + has_slots * self.slots[1] + longer - base)
+        # The rest of a layer, whose time grows with the rows, comes before and after.
+        return max(0.0, visit + has_slots * self.slots[1] + longer - self.layer[0])
 
 
 @dataclasses.dataclass(frozen=True)

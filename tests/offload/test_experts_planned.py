@@ -86,7 +86,7 @@ def simulated(policy: Policy, shares: np.ndarray, cold: list[int], tokens: int) 
             device += len(to_load) * COSTS.load[1]
             ends.append(device)
             continue
-        host += COSTS.cpu[0] + COSTS.slots[1]
+        host += COSTS.cpu[0] + tokens * COSTS.layer[1] + COSTS.slots[1]
         link = cpu = host
         for _ in to_load:
             link += COSTS.load[1]
@@ -123,8 +123,9 @@ def test_a_layer_that_loads_hides_the_host_and_one_that_shares_waits_for_it():
     assert COSTS.seconds(1, 0, 0.0, waits=False) == 0.0  # the link is done before the host
     loads = COSTS.seconds(4, 0, 0.0, waits=False)
     assert loads + base == pytest.approx(COSTS.load[0] + 4 * COSTS.load[1])
-    assert COSTS.seconds(0, 0, 0.0) + base == pytest.approx(COSTS.cpu[0])
-    assert COSTS.seconds(4, 0, 0.0) + base == pytest.approx(COSTS.cpu[0] + 4 * COSTS.load[1])
+    visit = COSTS.cpu[0] + COSTS.layer[1]
+    assert COSTS.seconds(0, 0, 0.0) + base == pytest.approx(visit)
+    assert COSTS.seconds(4, 0, 0.0) + base == pytest.approx(visit + 4 * COSTS.load[1])
     slots = COSTS.seconds(4, 0, 0.0, has_slots=True) - COSTS.seconds(4, 0, 0.0)
     assert slots == pytest.approx(COSTS.slots[1])
 

@@ -240,8 +240,8 @@ class ExpertWork:
                 layer, mixes, *flat, cold.hot, stream, state, where, sparse
             )
             cold.hold(cold.hot._replace(held=held))
-            if cold.may_compute and self.policy.of_pairs(routed.experts.size).cpu_expert:
-                routed.tokens.copy_to_host_async()
+            if cold.may_compute and routed.experts.size <= CPU_PAIRS:
+                routed.tokens.copy_to_host_async()  # a prompt's only if the CPU computes some
             # Waits for the router and the hot pairs.
             chosen, slots, heat = jax.device_get((routed.experts, held.slots, held.heat))
             count = np.bincount(chosen.reshape(-1), minlength=cold.n_experts + 1)[:-1]
