@@ -265,6 +265,12 @@ def _products(
     )
 
 
+@jax.jit
+def taken(tokens: jax.Array, rows: np.ndarray) -> jax.Array:
+    """Return ``rows`` of the tokens ``[T, D]``."""
+    return tokens[rows]
+
+
 def _with_mixture(
     layer: LayerConfig,
     structure: TreeDef,

@@ -241,7 +241,7 @@ class ExpertWork:
             )
             cold.hold(cold.hot._replace(held=held))
             if cold.may_compute and routed.experts.size <= CPU_PAIRS:
-                routed.tokens.copy_to_host_async()  # a prompt's only if the CPU computes some
+                routed.tokens.copy_to_host_async()
             # Waits for the router and the hot pairs.
             chosen, slots, heat = jax.device_get((routed.experts, held.slots, held.heat))
             count = np.bincount(chosen.reshape(-1), minlength=cold.n_experts + 1)[:-1]
@@ -468,9 +468,10 @@ class _Cold:
         to_load, to_compute = divided(tokens, set(known), policy, loads.heat)
         tally.computed += len(to_compute)
         tally.computed_pairs += sum(tokens[expert] for expert in to_compute)
+        sent_pairs = self._sent(to_compute, routed)  # before the device has more to do
         if not (known or loads.keeps or ahead) and self.addresses[0] is not None:
             tally.moved += len(to_load)
-            return self._beside(y, routed, to_load, to_compute, unit, record)
+            return self._beside(y, routed, to_load, sent_pairs, unit, record)
         groups = _groups(to_load)
         sent = [(self.tensors, known, group) for group in groups]
         if ahead is not None:
@@ -488,7 +489,7 @@ class _Cold:
 
         for group in sent[:AHEAD]:
             begin(*group)
-        computed = self._compute(to_compute, routed)
+        computed = self._compute(sent_pairs)
         for number, group in enumerate(groups):
             pieces = [known[expert] if loads.keeps else known.pop(expert) for expert in group]
             y, done = self._with(y, routed, self._group(group, pieces, routed))
@@ -504,7 +505,7 @@ class _Cold:
         y: jax.Array,
         routed: RoutedTokens,
         to_load: list[int],
-        to_compute: list[int],
+        sent: list[SentPairs],
         unit: ModelUnit,
         record: Recording,
     ) -> tuple[jax.Array, ComputedPairs | None]:
@@ -513,7 +514,7 @@ class _Cold:
         for first in range(0, len(to_load), FETCHED):
             group = self._group(to_load[first : first + FETCHED], None, routed)
             y, _ = self._with(y, routed, group)
-        return y, _finished(self._compute(to_compute, routed), y.shape[0], unit, record)
+        return y, _finished(self._compute(sent), y.shape[0], unit, record)
 
     def _with(
         self, y: jax.Array, routed: RoutedTokens, group: LoadedGroup
@@ -526,11 +527,12 @@ class _Cold:
 
     def _cold_pairs(self, chosen: np.ndarray, slots: np.ndarray) -> dict[int, np.ndarray]:
         """Return the pairs, ``token * k + j``, of each expert that is not on the device."""
-        flat = chosen.reshape(-1)
-        is_cold = slots == slots[-1]
+        flat = chosen.reshape(-1).astype(np.uint16)  # of which numpy sorts long prompts' in 1 ms
+        counts = np.bincount(flat, minlength=len(slots))
+        pairs = np.split(np.argsort(flat, kind="stable"), np.cumsum(counts)[:-1])
+        is_cold = (slots == slots[-1]) & (counts > 0)
         is_cold[-1] = False  # of a token that is none
-        cold = np.flatnonzero(is_cold[flat])
-        return {int(expert): cold[flat[cold] == expert] for expert in np.unique(flat[cold])}
+        return {int(expert): pairs[expert] for expert in np.flatnonzero(is_cold)}
 
     @property
     def layouts(self) -> tuple[ExpertLayout, ExpertLayout]:
@@ -549,7 +551,7 @@ class _Cold:
 
         pieces: of loaded experts; None if the device reads them.
         """
-        none, fan = routed.experts.size, routed.experts.shape[1]
+        none = routed.experts.size
         cold = self.n_experts - self.hot.held.experts.shape[0]
         width, parts = min(cold, none, GROUP if pieces else FETCHED), None
         empty = width - len(group)
@@ -564,45 +566,80 @@ class _Cold:
         places, slots = np.full(count, none, np.int32), np.full(count, width, np.int32)
         places[: len(pairs)] = pairs
         slots[: len(pairs)] = np.repeat(np.arange(len(group)), [len(part) for part in group_pairs])
-        rows = np.minimum(places // fan, len(routed.tokens) - 1)
-        return LoadedGroup(experts, parts, places, slots, rows)
+        return LoadedGroup(experts, parts, places, slots, _rows_of(routed, places))
 
-    def _compute(
-        self, experts: list[int], routed: RoutedTokens
-    ) -> list[tuple[np.ndarray, jax.Array]]:
-        """Begin the CPU's products; return (pairs, results float32 ``[experts, rows, D]``)."""
+    def _sent(self, experts: list[int], routed: RoutedTokens) -> list[SentPairs]:
+        """Begin to send the tokens of the CPU's experts to the host."""
         if not experts:
             return []
-        tokens, fan = np.asarray(routed.tokens), routed.experts.shape[1]
-        (up, down), store = self.tensors, self.store
-        if self.has_handlers and not up.disk:
-            pairs = [self.pairs[expert] for expert in sorted(experts)]
-            places = np.concatenate(pairs)
-            empty = (0, _size(len(places)) - len(places))
-            chosen = np.repeat(np.sort(experts), [len(part) for part in pairs]).astype(np.int32)
-            chosen = np.pad(chosen, empty, constant_values=self.n_experts)
-            places = np.pad(places, empty, constant_values=routed.experts.size)
-            x = tokens[np.minimum(places // fan, len(tokens) - 1)]
+        if self.has_handlers and not self.tensors[0].disk:
+            groups = [sorted(experts)]
+            places = [np.concatenate([self.pairs[expert] for expert in groups[0]])]
+            empty = _size(places[0].size) - places[0].size
+            places = [np.pad(places[0], (0, empty), constant_values=routed.experts.size)]
+        else:
+            groups = [experts[first : first + ON_CPU] for first in range(0, len(experts), ON_CPU)]
+            places = [self._in_rows(group, routed.experts.size) for group in groups]
+        return [SentPairs.of(routed, *part) for part in zip(groups, places, strict=True)]
+
+    def _in_rows(self, group: list[int], none: int) -> np.ndarray:
+        """Return the pairs of each expert of a group, int32 ``[experts, rows]``."""
+        rows = _size(max(len(self.pairs[expert]) for expert in group))
+        places = np.full((len(group), rows), none, np.int32)
+        for place, expert in zip(places, group, strict=True):
+            place[: len(self.pairs[expert])] = self.pairs[expert]
+        return places
+
+    def _compute(self, sent: list[SentPairs]) -> list[tuple[np.ndarray, jax.Array]]:
+        """Begin the CPU's products; return (pairs, results float32 ``[..., D]``)."""
+        (up, down), store, results = self.tensors, self.store, []
+        for group, places, tokens, rows in sent:
+            x = np.asarray(tokens)[rows]
             with jax.default_device(cpu()):
-                return [(places, programs.computed(self.kind, self.on_cpu(), x, chosen))]
-        results = []
-        for first in range(0, len(experts), ON_CPU):
-            group = experts[first : first + ON_CPU]
-            rows = _size(max(len(self.pairs[expert]) for expert in group))
-            places = np.full((len(group), rows), routed.experts.size, np.int32)
-            for place, expert in zip(places, group, strict=True):
-                place[: len(self.pairs[expert])] = self.pairs[expert]
-            with jax.default_device(cpu()):
-                found = programs.computed_pairs_of(
-                    self.layer,
-                    self.layouts,
-                    [up.on_cpu(store, expert) for expert in group],
-                    [down.on_cpu(store, expert) for expert in group],
-                    [None if bias is None else bias.host[group] for bias in self.biases],
-                    tokens[np.minimum(places // fan, len(tokens) - 1)],
-                )
+                if places.ndim == 1:
+                    sizes = [len(self.pairs[expert]) for expert in group]
+                    chosen = np.repeat(np.asarray(group, np.int32), sizes)
+                    empty = (0, len(places) - len(chosen))
+                    chosen = np.pad(chosen, empty, constant_values=self.n_experts)
+                    found = programs.computed(self.kind, self.on_cpu(), x, chosen)
+                else:
+                    found = programs.computed_pairs_of(
+                        self.layer,
+                        self.layouts,
+                        [up.on_cpu(store, expert) for expert in group],
+                        [down.on_cpu(store, expert) for expert in group],
+                        [None if bias is None else bias.host[group] for bias in self.biases],
+                        x,
+                    )
             results.append((places.reshape(-1), found))
         return results
+
+
+class SentPairs(NamedTuple):
+    """Pairs of experts that the CPU computes, and their ``tokens[rows]``, on the way to the host.
+
+    places: as in ``LoadedGroup``, int32 ``[P]`` by expert, or ``[experts, rows]``.
+    """
+
+    experts: list[int]
+    places: np.ndarray
+    tokens: jax.Array
+    rows: np.ndarray
+
+    @classmethod
+    def of(cls, routed: RoutedTokens, experts: list[int], places: np.ndarray) -> SentPairs:
+        """Begin to send the pairs' tokens, or all if these are fewer."""
+        tokens, rows = routed.tokens, _rows_of(routed, places)
+        if places.size < len(tokens):
+            tokens = programs.taken(tokens, rows.reshape(-1))
+            rows = np.arange(places.size).reshape(places.shape)
+        tokens.copy_to_host_async()
+        return cls(experts, places, tokens, rows)
+
+
+def _rows_of(routed: RoutedTokens, places: np.ndarray) -> np.ndarray:
+    """Return the tokens of pairs; the last one for a pair that is none."""
+    return np.minimum(places // routed.experts.shape[1], len(routed.tokens) - 1)
 
 
 def _finished(
