@@ -30,9 +30,7 @@ PERCENTAGES = (
 
 
 ALL_ON_CPU = 1e-6  # a ``cpu_expert`` that leaves all experts without a slot to the CPU
-CPU_PAIRS = (
-    128  # of a token and an expert, in a layer; ``ALL_ON_CPU`` loads those of longer prompts
-)
+CPU_PAIRS = 128  # of a token and an expert, in a layer; of more, ``ALL_ON_CPU`` loads the experts
 
 
 class Shares(NamedTuple):
@@ -100,7 +98,8 @@ class Policy:
         Time that the CPU takes for an expert that is not on the device, for one token and for each
         further one. The unit is the time of loading that expert. A step divides such experts
         between the link and the CPU so that both end early. A ``cpu_expert`` of 0 loads all. One
-        of ``ALL_ON_CPU`` leaves all to the CPU, and loads them for more than ``CPU_PAIRS``.
+        of ``ALL_ON_CPU`` leaves all to the CPU, but loads those of more than ``CPU_PAIRS`` pairs of
+        a token and an expert, which a prompt has.
 
     Raises
     ------
@@ -192,12 +191,12 @@ class Policy:
 
     @property
     def computes_all(self) -> bool:
-        """Whether the CPU computes all experts that are not on the device, of ``CPU_PAIRS``."""
+        """Whether the CPU computes all experts that are not on the device, of few pairs."""
         return 0 < self.cpu_expert <= ALL_ON_CPU and not self.cpu_token
 
-    def of_pairs(self, pairs: float) -> Policy:
-        """Return the policy for a layer whose experts without a slot have so many tokens."""
-        loads = self.computes_all and round(pairs) > CPU_PAIRS
+    def of_pairs(self, pairs: int) -> Policy:
+        """Return the policy for a layer with so many pairs of a token and an expert."""
+        loads = self.computes_all and pairs > CPU_PAIRS
         return dataclasses.replace(self, cpu_expert=0.0) if loads else self
 
     @property

@@ -35,7 +35,7 @@ from jaxllama.decoding.sampling import Sampling
 from jaxllama.executors.offloaded.executor import offloaded
 from jaxllama.language_model import LanguageModel
 from jaxllama.offload.expert_places import ExpertUse
-from jaxllama.offload.policy import ALL_ON_CPU, Policy
+from jaxllama.offload.policy import ALL_ON_CPU, CPU_PAIRS, Policy
 from jaxllama.planner.experts import ExpertCosts
 from jaxllama.planner.fitting import nnls
 from jaxllama.planner.trial import given_run, random_run, spread_routes, timed_step
@@ -83,6 +83,7 @@ def measure_experts(
     tell: called with the name and the points of each series.
     computes: measure the CPU too, if it has handlers. Without them floats are slow.
     """
+    assert cfg.experts is not None
     hot = dataclasses.replace(EVERYWHERE, experts="100/0")
     computes = computes and unavailable() is None
     # Experts that the CPU may compute lie in its layout, also where the link loads them.
@@ -134,16 +135,17 @@ def measure_experts(
     slots = added(found, _loaded(found), load)
     if not computes:
         return ExpertCosts(layer, load, (), (), (slots, 0.0), (0.0, 0.0))
-    found = by_layer("CPU", cold_lm, CPU_ROWS, layer[1])
+    by_cpu = [min(rows, CPU_PAIRS // cfg.experts.n_active) for rows in CPU_ROWS], layer[1]
+    found = by_layer("CPU", cold_lm, *by_cpu)
     cpu = nnls(_computed(found), found.seconds, found.whole)
-    found = by_layer("CPU, slots", half_lm, CPU_ROWS, layer[1])
+    found = by_layer("CPU, slots", half_lm, *by_cpu)
     both_slots = slots, added(found, _computed(found), cpu)
     visit, expert, token = cpu
     cpu = visit, expert + token, token
     least = _prompt_seconds(dataclasses.replace(cold_lm, config=shallow), kv_dtype, chunk)
     tell("CPU, prompt", [StepPoint(least, 0.0, 0.0, 0.0)])
     costs = ExpertCosts(layer, load, cpu, (least,), both_slots, (0.0, 0.0))
-    found = by_layer("both", cold_lm, CPU_ROWS, layer[1], **costs.of_policy)
+    found = by_layer("both", cold_lm, *by_cpu, **costs.of_policy)
     return dataclasses.replace(costs, both=_both(costs, found))
 
 

@@ -13,13 +13,12 @@ link and CPU (``offloaded.experts.divided``), and
                                                       and experts * expert + tokens * token
 
 where ``tokens`` are those beyond the first of an expert, of which many cost what they do in a
-prompt, and ``dispatch`` is the host's time for a
-layer whose experts are all on the device. A layer that only loads waits for nothing on the host, so
-the link hides the dispatch. A layer of which the CPU may compute experts waits for its router, on a
-GPU without the host (``offloaded.mailbox``), also if it needs none of them. Slots of other experts
-on the device add to both visits, because such a layer computes twice. Link and CPU read the same
-memory: where it is the narrower one, ``share`` is 1 or more. The mean over the distribution is the
-layer's time.
+prompt, and ``dispatch`` is the host's time for a layer whose experts are all on the device. A layer
+that only loads waits for nothing on the host, so the link hides the dispatch. A layer of which the
+CPU may compute experts waits for its router, on a GPU without the host (``offloaded.mailbox``),
+also if it needs none of them. Slots of other experts on the device add to both visits, because such
+a layer computes twice. Link and CPU read the same memory: where it is the narrower one, ``share``
+is 1 or more. The mean over the distribution is the layer's time.
 
 Left out: the dependence between a token's experts, which are distinct.
 """
@@ -144,8 +143,7 @@ def layer_seconds(
     if not waits or not len(shares):
         # The host and the link each work off a queue of layers, so the longer mean counts.
         return ExpertStep(costs.seconds(mean, 0, 0.0, False, rows, has_slots), mean, 0.0)
-    pairs = float(np.sum(shares) * tokens)
-    busy, policy = max(1.0, pairs / max(mean, 1e-9)), policy.of_pairs(pairs)
+    busy = max(1.0, float(np.sum(shares) * tokens) / max(mean, 1e-9))  # tokens of a needed expert
     seconds = loads = computed = 0.0
     for count, chance in enumerate(distribution(chances)):
         if chance < 1e-9:
@@ -208,16 +206,18 @@ def experts_step(
     """
     alike: dict[tuple[int, ...], ExpertStep] = {}
     found = []
+    assert cfg.experts is not None
     for place, shares in shares_of(cfg, policy):
         cold = np.asarray((*place.host, *place.disk), np.int64)
         key = tuple(np.round(np.sort(shares[cold]) * 1e6).astype(np.int64))
         if key not in alike:
             steps, known, has_slots = [], 0, len(cold) < len(shares)
             for tokens in batches:
-                waits = policy.cpu_expert > 0 or (keeps and len(batches) > 1)
+                own = policy.of_pairs(tokens * cfg.experts.n_active)
+                waits = own.cpu_expert > 0 or (keeps and len(batches) > 1)
                 how = known, waits, rows, has_slots
-                steps.append(layer_seconds(costs, policy, shares[cold], tokens, *how))
-                if keeps and policy.cpu_expert == 0:  # the CPU's experts were not loaded
+                steps.append(layer_seconds(costs, own, shares[cold], tokens, *how))
+                if keeps and own.cpu_expert == 0:  # the CPU's experts were not loaded
                     known += tokens
             alike[key] = ExpertStep(
                 sum(step.seconds for step in steps),

@@ -147,6 +147,22 @@ def test_experts_that_the_cpu_gets_by_mail_give_the_same_tokens(reads, monkeypat
             assert turns == [(MailLayout(3, cfg.d_model, 6), cfg.n_layers)] * (NEW - 1)
 
 
+def test_a_prompt_s_experts_are_loaded_where_the_cpu_computes_all_of_a_step(
+    reads, monkeypatch, tmp_path
+):
+    cfg = TWO.replace(experts=ExpertsConfig(64, 2, 32, bias=True))
+    params = quantize_params(params_of(cfg), "none,experts_*=w8a16-g32")
+    turns, serving = [], Mailbox.serving
+    monkeypatch.setattr(
+        Mailbox, "serving", lambda box, *args: turns.append(args[1].rows) or serving(box, *args)
+    )
+    prompt = [np.random.default_rng(0).integers(0, cfg.vocab_size, 65).tolist()]  # 130 pairs
+    want = offloaded(cfg, params, f"{READS}100/0", tmp_path).generate(prompt, NEW)
+    off = offloaded(cfg, params, f"{READS}0/100 cpu_expert=1e-6", tmp_path)
+    check_same(off.generate(prompt, NEW), want, of="a long prompt")
+    assert turns == [1] * (NEW - 1)  # none of the prompt's
+
+
 def test_a_layer_without_mail_takes_no_turn(reads, monkeypatch, tmp_path):
     cfg = TWO
     params = quantize_params(params_of(cfg), "none,experts_*=w8a16-g32")

@@ -265,10 +265,10 @@ class ExpertWork:
             return SpanKind()
         if keeps or cold.is_streamed(tokens) or cold.addresses[0] is None:
             return None
-        if not cold.may_compute:
-            return SpanKind()
         assert layer.experts is not None
         sizes = MailLayout(tokens, layer.d_model, tokens * layer.experts.n_active)
+        if not (cold.may_compute and cold.policy.of_pairs(sizes.pairs).cpu_expert):
+            return SpanKind()
         is_mailed = cold.has_mail and sizes.pairs <= CPU_PAIRS
         return SpanKind(sizes, cold.kind) if is_mailed else None
 
@@ -464,7 +464,7 @@ class _Cold:
         known, ahead = loads.known, loads.ahead
         self.pairs = self._cold_pairs(chosen, loads.slots)
         tokens = {expert: len(expert_pairs) for expert, expert_pairs in self.pairs.items()}
-        policy = self.policy.of_pairs(sum(tokens.values()))
+        policy = self.policy.of_pairs(chosen.size)
         to_load, to_compute = divided(tokens, set(known), policy, loads.heat)
         tally.computed += len(to_compute)
         tally.computed_pairs += sum(tokens[expert] for expert in to_compute)
