@@ -52,7 +52,7 @@ def test_experts_that_lie_apart_have_the_bits_of_those_behind_one_another(scheme
 
 
 @pytest.mark.parametrize("gate", ["silu", "relu2", Clamped(7.0, 1.702)])
-@pytest.mark.parametrize("rows", [1, 3, 9])
+@pytest.mark.parametrize("rows", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 9))])
 @pytest.mark.parametrize("scheme", ["mxfp4", "nvfp4", "int4 zeros", "int8"])
 def test_layers_are_served_a_turn_each(scheme, rows, gate, tmp_path):
     """Where no kernel runs, the device's side is Python's. A pair's expert may be the device's."""
