@@ -12,13 +12,13 @@ link and CPU (``offloaded.experts.divided``), and
     else          cpu_visit + rows * row + longer + both + share * shorter     of  loads * load
                                                       and experts * expert + tokens * token
 
-where ``tokens`` are those beyond the first of an expert, of which many cost what they do in a
-prompt, and ``dispatch`` is the host's time for a layer whose experts are all on the device. A layer
-that only loads waits for nothing on the host, so the link hides the dispatch. A layer of which the
-CPU may compute experts waits for its router, on a GPU without the host (``offloaded.mailbox``),
-also if it needs none of them. Slots of other experts on the device add to both visits, because such
-a layer computes twice. Link and CPU read the same memory: where it is the narrower one, ``share``
-is 1 or more. The mean over the distribution is the layer's time.
+where ``tokens`` are those beyond the first of an expert, and ``dispatch`` is the host's time for a
+layer whose experts are all on the device. Experts with many tokens take what these take in a
+prompt. A layer that only loads waits for nothing on the host, so the link hides the dispatch. A
+layer of which the CPU may compute experts waits for its router, on a GPU without the host
+(``offloaded.mailbox``), also if it needs none of them. Slots of other experts on the device add to
+both visits, because such a layer computes twice. Link and CPU read the same memory: where it is the
+narrower one, ``share`` is 1 or more. The mean over the distribution is the layer's time.
 
 Left out: the dependence between a token's experts, which are distinct.
 """

@@ -244,10 +244,10 @@ class ExpertWork:
                 routed.tokens.copy_to_host_async()
             # Waits for the router and the hot pairs.
             chosen, slots, heat = jax.device_get((routed.experts, held.slots, held.heat))
-            count = np.bincount(chosen.reshape(-1), minlength=cold.n_experts + 1)[:-1]
-            self.counts[unit.layer] = self.counts.get(unit.layer, 0) + count
+            count = np.bincount(chosen.reshape(-1), minlength=cold.n_experts + 1)
+            self.counts[unit.layer] = self.counts.get(unit.layer, 0) + count[:-1]
             ahead = self._ahead(following) if cold.is_streamed(tokens) else None
-            loads = Loads(known, following.keeps, ahead, slots, heat)
+            loads = Loads(known, following.keeps, ahead, count, slots, heat)
             y, computed = cold.added(self.tally, y, routed, chosen, unit, record, loads)
         return programs.with_mixture(layer, *flat, routed, y, computed), state
 
@@ -267,7 +267,7 @@ class ExpertWork:
             return None
         assert layer.experts is not None
         sizes = MailLayout(tokens, layer.d_model, tokens * layer.experts.n_active)
-        if not (cold.may_compute and cold.policy.of_pairs(sizes.pairs).cpu_expert):
+        if not (cold.may_compute and self.policy.of_pairs(sizes.pairs).cpu_expert):
             return SpanKind()
         is_mailed = cold.has_mail and sizes.pairs <= CPU_PAIRS
         return SpanKind(sizes, cold.kind) if is_mailed else None
@@ -368,12 +368,13 @@ class Loads:
     """What the host knows before it loads a layer's experts.
 
     known: loaded ones.  keeps: they stay.  ahead: of the next layer.
-    slots, heat: of ``HotSlots``.
+    count: pairs of each expert, ``[E + 1]``.  slots, heat: of ``HotSlots``.
     """
 
     known: dict[int, Pieces]
     keeps: bool
     ahead: Ahead | None
+    count: np.ndarray
     slots: np.ndarray
     heat: np.ndarray | None
 
@@ -462,7 +463,7 @@ class _Cold:
         chosen: ``routed.experts`` on the host.
         """
         known, ahead = loads.known, loads.ahead
-        self.pairs = self._cold_pairs(chosen, loads.slots)
+        self.pairs = self._cold_pairs(chosen, loads)
         tokens = {expert: len(expert_pairs) for expert, expert_pairs in self.pairs.items()}
         policy = self.policy.of_pairs(chosen.size)
         to_load, to_compute = divided(tokens, set(known), policy, loads.heat)
@@ -525,12 +526,11 @@ class _Cold:
         self.hold(hot)
         return y, done
 
-    def _cold_pairs(self, chosen: np.ndarray, slots: np.ndarray) -> dict[int, np.ndarray]:
+    def _cold_pairs(self, chosen: np.ndarray, loads: Loads) -> dict[int, np.ndarray]:
         """Return the pairs, ``token * k + j``, of each expert that is not on the device."""
-        flat = chosen.reshape(-1).astype(np.uint16)  # of which numpy sorts long prompts' in 1 ms
-        counts = np.bincount(flat, minlength=len(slots))
-        pairs = np.split(np.argsort(flat, kind="stable"), np.cumsum(counts)[:-1])
-        is_cold = (slots == slots[-1]) & (counts > 0)
+        flat = chosen.reshape(-1).astype(np.uint16)  # numpy sorts 16 bits by radix
+        pairs = np.split(np.argsort(flat, kind="stable"), np.cumsum(loads.count)[:-1])
+        is_cold = (loads.slots == loads.slots[-1]) & (loads.count > 0)
         is_cold[-1] = False  # of a token that is none
         return {int(expert): pairs[expert] for expert in np.flatnonzero(is_cold)}
 
@@ -574,9 +574,8 @@ class _Cold:
             return []
         if self.has_handlers and not self.tensors[0].disk:
             groups = [sorted(experts)]
-            places = [np.concatenate([self.pairs[expert] for expert in groups[0]])]
-            empty = _size(places[0].size) - places[0].size
-            places = [np.pad(places[0], (0, empty), constant_values=routed.experts.size)]
+            pairs = np.concatenate([self.pairs[expert] for expert in groups[0]])
+            places = [_filled(pairs, routed.experts.size)]
         else:
             groups = [experts[first : first + ON_CPU] for first in range(0, len(experts), ON_CPU)]
             places = [self._in_rows(group, routed.experts.size) for group in groups]
@@ -599,8 +598,7 @@ class _Cold:
                 if places.ndim == 1:
                     sizes = [len(self.pairs[expert]) for expert in group]
                     chosen = np.repeat(np.asarray(group, np.int32), sizes)
-                    empty = (0, len(places) - len(chosen))
-                    chosen = np.pad(chosen, empty, constant_values=self.n_experts)
+                    chosen = _filled(chosen, self.n_experts)
                     found = programs.computed(self.kind, self.on_cpu(), x, chosen)
                 else:
                     found = programs.computed_pairs_of(
@@ -628,9 +626,9 @@ class SentPairs(NamedTuple):
 
     @classmethod
     def of(cls, routed: RoutedTokens, experts: list[int], places: np.ndarray) -> SentPairs:
-        """Begin to send the pairs' tokens, or all if these are fewer."""
+        """Begin to send the pairs' tokens, or all if these are fewer. A step's are on their way."""
         tokens, rows = routed.tokens, _rows_of(routed, places)
-        if places.size < len(tokens):
+        if routed.experts.size > CPU_PAIRS and places.size < len(tokens):
             tokens = programs.taken(tokens, rows.reshape(-1))
             rows = np.arange(places.size).reshape(places.shape)
         tokens.copy_to_host_async()
@@ -655,13 +653,17 @@ def _finished(
         jax.block_until_ready([result for _, result in results])
     places = np.concatenate([part for part, _ in results])
     rows = [np.asarray(part).reshape(-1, part.shape[-1]) for _, part in results]
-    empty = _size(len(places)) - len(places)
-    rows.append(np.zeros((empty, rows[0].shape[1]), rows[0].dtype))
-    return ComputedPairs(np.pad(places, (0, empty), constant_values=none), np.concatenate(rows))
+    return ComputedPairs(_filled(places, none), _filled(np.concatenate(rows), 0))
 
 
 def _groups(experts: list[int]) -> list[list[int]]:
     return [experts[first : first + GROUP] for first in range(0, len(experts), GROUP)]
+
+
+def _filled(values: np.ndarray, none: int) -> np.ndarray:
+    """Return the values with ``none`` behind them, up to the next ``_size``."""
+    empty = _size(len(values)) - len(values)
+    return np.pad(values, ((0, empty), *[(0, 0)] * (values.ndim - 1)), constant_values=none)
 
 
 def _size(count: int) -> int:
