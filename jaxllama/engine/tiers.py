@@ -30,7 +30,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-import functools
 import hashlib
 import itertools
 import threading
@@ -153,6 +152,7 @@ class Tiers:
         self.host_used = 0
         self._making: dict[bytes, Future[Block]] = {}
         self._ahead: set[bytes] = set()  # read for a request that has not fetched them yet
+        self._awaited = collections.Counter[bytes]()  # fetched while they are being made
         self._unreadable: set[bytes] = set()
         # Records that wait to be written, oldest first; the bytes of those that left host memory.
         self._unwritten: collections.OrderedDict[bytes, Block] = collections.OrderedDict()
@@ -212,7 +212,9 @@ class Tiers:
             for key, block in found.items():
                 is_ahead = key in self._ahead
                 self._ahead.discard(key)
-                if block is not None:
+                if block is None:
+                    self._awaited[key] += 1
+                else:
                     self._count("disk" if is_ahead else "host", block.record_bytes)
             for block in wanted:
                 if block in self._blocks:
@@ -224,8 +226,6 @@ class Tiers:
         parts: dict[Any, list[bytes]] = {}
         for key in keys:
             parts.setdefault(made.get(key, found[key]), []).append(key)
-            if found[key] is None:
-                made[key].add_done_callback(functools.partial(self._count_read, key))
         return [(own, source) for source, own in parts.items()]
 
     def prefetch(self, keys: Iterable[bytes]) -> None:
@@ -339,26 +339,21 @@ class Tiers:
             del self._blocks[block]
             self.host_used -= block.data.nbytes
 
-    def _count(self, tier: str, nbytes: int) -> None:
+    def _count(self, tier: str, nbytes: int, times: int = 1) -> None:
         counts = self.counts
         if tier == "host":
-            counts.host_hits += 1
-            counts.host_hit_bytes += nbytes
+            counts.host_hits += times
+            counts.host_hit_bytes += times * nbytes
         else:
-            counts.disk_hits += 1
-            counts.disk_hit_bytes += nbytes
+            counts.disk_hits += times
+            counts.disk_hit_bytes += times * nbytes
 
     # In threads
-
-    def _count_read(self, key: bytes, future: Future[Block]) -> None:
-        if future.cancelled() or future.exception() is not None or key not in future.result().rows:
-            return
-        with self._lock:
-            self._count("disk", future.result().record_bytes)
 
     def _made(self, keys: Sequence[bytes]) -> Block:
         """Return a block of records from memory and disk, of those that can be read."""
         rows: dict[bytes, int] = {}
+        size = 0
         try:
             with self._lock:
                 size = self._size(keys[0])
@@ -372,7 +367,11 @@ class Tiers:
             with self._lock:
                 for key in keys:
                     self._making.pop(key, None)
-                self._unreadable.update(key for key in keys if key not in rows)
+                    awaited = self._awaited.pop(key, 0)
+                    if key in rows:
+                        self._count("disk", size, awaited)
+                    else:
+                        self._unreadable.add(key)
 
     def _read(self, key: bytes, out: np.ndarray) -> bool:
         """Read a record into ``out``, and return whether it is there."""
