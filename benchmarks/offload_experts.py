@@ -545,7 +545,7 @@ def solver(
 
 def schemes(tell: Report, count: int = 5) -> None:
     """The part ``schemes``: four experts a program, over more than a cache holds, in turns."""
-    for scheme in ("mxfp4", "w4a16", "w8a16"):
+    for scheme in ("mxfp4", "w4a16", "w8a16", "fp8-block"):
         layer, layouts, views = pinned("gpt-oss-120b", scheme)
         each = sum(layout.nbytes for layout in layouts)
         codes = [leaves[0].reshape(-1, 64) for own in views for leaves in own.values()]

@@ -179,7 +179,10 @@ WAYS = {
     [
         *((way, "w4a8-g16") for way in WAYS),
         ("load", "w8a16"),
-        *(pytest.param("load", x, marks=pytest.mark.slow) for x in ("w4a16-g16", "w8a8")),
+        *(
+            pytest.param("load", x, marks=pytest.mark.slow)
+            for x in ("w4a16-g16", "w8a8", "fp8-block")
+        ),
     ],
 )
 def test_every_way_to_a_quantized_model_leads_to_the_handlers(way, scheme, floats, tmp_path):
@@ -195,7 +198,7 @@ def test_every_way_to_a_quantized_model_leads_to_the_handlers(way, scheme, float
 @pytest.mark.parametrize(
     "options, words",
     [
-        ({"quantize": "fp8"}, "fp8: .* float8_e4m3fn"),
+        ({"quantize": "w4a16-g8"}, "w4a16-g8: .* groups of 8 columns"),
         ({"quantize": "w8a16", "dtype": "bfloat16"}, "w8a16: .* float32, not bfloat16"),
     ],
 )

@@ -63,7 +63,7 @@ class Read(Program):
 
 def weights(shapes: Sequence[tuple[str, int, int]], layers: int, scheme: str) -> list[Any]:
     """Of each product in its order.  scheme: float32, mxfp4, nvfp4, or a dtype and a group,
-    "int4-32"."""
+    "int4-32", "float8_e4m3fn-64"."""
     rng = np.random.default_rng(0)
     *of_layer, head = shapes
     found = []

@@ -6,9 +6,9 @@
 ``LanguageModel`` calls ``lay_out`` for its parameters, so every way to a quantized weight leads
 through it.  Weights stay as they are on a mesh and while they are traced.
 
-A CPU's handlers have a layout of their own.  They round activations to 8 bits
-(``pallas_kernels.cpu``), which must be float32.  On a Hopper GPU W4A8's columns are in the order of
-its kernel (``matmul.interleave``), but an embedding's, whose rows are read one by one.
+A CPU's handlers have a layout of their own.  They round activations, which must be float32, to 8
+bits, but not beside FP8 (``pallas_kernels.cpu``).  On a Hopper GPU W4A8's columns are in the order
+of its kernel (``matmul.interleave``), but an embedding's, whose rows are read one by one.
 """
 
 from __future__ import annotations

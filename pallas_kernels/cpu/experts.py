@@ -23,7 +23,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.cpu import jit
 from pallas_kernels.cpu.handler import CpuPlan, Phase
-from pallas_kernels.cpu.matmul import TILE, Matmul, TilesOfRows
+from pallas_kernels.cpu.matmul import TILE, Matmul, TilesOfRows, rows_in_registers
 from pallas_kernels.cpu.weight import CpuWeight
 from pallas_kernels.dispatch import Reason
 
@@ -53,8 +53,7 @@ def grouped_program(
     w: CpuWeight, n_pairs: int, n_experts: int, swiglu: bool, apart: bool = False
 ) -> GroupedMatmul:
     """Return the program of a weight ``[E, N, K]``; swiglu: as for ``plan``."""
-    mean = -(-n_pairs // n_experts)
-    rows = next(r for r in (1, 2, 4, 8) if r >= min(mean, jit.host().rows))
+    rows = rows_in_registers(-(-n_pairs // n_experts), w.form, jit.host())
     is_fused = swiglu and w.shape[1] % (2 * TILE) == 0
     return GroupedMatmul.of(w, rows, swiglu=is_fused, apart=apart)
 

@@ -16,6 +16,9 @@ the run stays in the L2 cache.  One row reads w at the rate of memory.
 float4_e2m1fn codes become twice their values plus 12 by a table in a register, and then go the same
 way.  Scales of 8-bit floats stay a byte each.  A weight's ``unit`` multiplies its rows' sums.
 
+float8_e4m3fn codes become float32 in registers.  Beside them x is not rounded, and the products are
+added in float32, those of even and odd columns apart.
+
 Leaves out: x in codes, and reordered columns together with a norm. Also a pending residual, a gate
 with an activation other than SiLU, and a gate whose halves are not whole tiles.
 """
@@ -34,7 +37,7 @@ from pallas_kernels.cpu import jit
 from pallas_kernels.cpu.handler import CpuPlan, Phase, Program
 from pallas_kernels.cpu.weight import TILE, CpuWeight, WeightForm, block_size
 from pallas_kernels.dispatch import Reason
-from pallas_kernels.rounding import E4M3, E8M0
+from pallas_kernels.rounding import E4M3, E8M0, NIBBLES
 
 if TYPE_CHECKING:
     from llvmlite import ir
@@ -97,10 +100,16 @@ def plan(call: MatmulCall) -> CpuPlan | Reason:
 
 def shared_rows(m: int, form: WeightForm, target: Target) -> int:
     """How many of m rows of x share a vector of w that is unpacked."""
-    is_int4 = form.bits == 4 and not form.is_float4
-    if target.name == "avx2" and is_int4 and m >= LEAST_HELD:
+    if target.name == "avx2" and form.dtype == "int4" and m >= LEAST_HELD:
         return HELD_ROWS
-    return next(r for r in (1, 2, 4, 8) if r >= min(m, target.rows))
+    return rows_in_registers(m, form, target)
+
+
+def rows_in_registers(m: int, form: WeightForm, target: Target) -> int:
+    """The same where sums lie in registers."""
+    # A row's sums beside float8 are two vectors, of which each is four registers of NEON.
+    most = 2 if target.name == "neon" and form.dtype == E4M3 else target.rows
+    return next(r for r in (1, 2, 4, 8) if r >= min(m, most))
 
 
 def run(
@@ -124,12 +133,12 @@ def run(
 
 @dataclasses.dataclass(frozen=True)
 class Matmul(Program):
-    """block: columns of x that share a scale.  group: of w; 0 for one scale a row.  scale, zero:
-    dtypes.  minimum: the zero is beside code + 8.  rows: of x that share an unpacked vector of w.
-    float4: the codes are float4_e2m1fn.  unit: rows' sums have a factor, an operand behind zero.
+    """codes, scale, zero: dtypes.  block: columns of x that share a scale.  group: of w; 0 for one
+    scale a row.  minimum: the zero is beside code + 8.  rows: of x that share an unpacked vector of
+    w.  unit: rows' sums have a factor, an operand behind zero.
     """
 
-    bits: int
+    codes: str
     block: int
     group: int
     scale: str
@@ -140,24 +149,39 @@ class Matmul(Program):
     bias: bool = False
     swiglu: bool = False
     residual: bool = False
-    float4: bool = False
     unit: bool = False
 
     @classmethod
     def of(cls, w: CpuWeight, rows: int, **more: bool) -> Self:
         """The program of a weight ``[..., N, K]``.  more: further fields."""
         return cls(
-            bits=w.form.bits,
+            codes=w.form.dtype,
             block=block_size(w.shape[-1], w.groups),
             group=w.group_size if w.groups > 1 else 0,
             scale=w.scale.dtype.name,
             zero=None if w.zero is None else w.zero.dtype.name,
             minimum=w.form.minimum,
             rows=rows,
-            float4=w.form.is_float4,
             unit=w.form.has_unit,
             **more,
         )
+
+    @property
+    def bits(self) -> int:
+        return 4 if self.codes in NIBBLES else 8
+
+    @property
+    def is_float4(self) -> bool:
+        return self.codes == "float4_e2m1fn"
+
+    @property
+    def is_float8(self) -> bool:
+        return self.codes == E4M3
+
+    @property
+    def x_bytes(self) -> int:
+        """Of a number of x in the scratch array."""
+        return 4 if self.is_float8 else 1
 
     def parts_of(self, w: CpuWeight) -> list[jax.Array]:
         """The weight's arrays, as operands."""
@@ -166,7 +190,8 @@ class Matmul(Program):
     def results_of(self, w: CpuWeight, rows: int) -> list[jax.ShapeDtypeStruct]:
         """The result of so many rows of x, and the scratch array."""
         n = w.form.n // 2 if self.swiglu else w.form.n
-        size = rows * (w.padded_k + 8 * (w.padded_k // self.block) + 4 * w.groups)
+        numbers = 0 if self.is_float8 else 8 * (w.padded_k // self.block) + 4 * w.groups
+        size = rows * (self.x_bytes * w.padded_k + numbers)
         return [
             jax.ShapeDtypeStruct((rows, n), jnp.float32),
             jax.ShapeDtypeStruct((size,), jnp.uint8),
@@ -181,8 +206,9 @@ class Matmul(Program):
 
     @property
     def x_factor(self) -> float:
-        """The factor of x's scales that undoes the codes' doubling and ``_numbers``' scaling."""
-        return (0.5 if self.float4 else 1.0) * (2.0**8 if self.scale == E4M3 else 1.0)
+        """The factor of x that undoes float4 codes' doubling and the scaling of 8-bit floats."""
+        is_doubled, is_scaled = self.is_float4, E4M3 in (self.codes, self.scale)
+        return (0.5 if is_doubled else 1.0) * (2.0**8 if is_scaled else 1.0)
 
     @property
     def arguments(self) -> int:
@@ -218,7 +244,8 @@ class Body:
         self.padded_k = self.tile_bytes // (TILE * program.bits // 8)
         self.blocks = self.padded_k // program.block
         self.groups = call.argument_dim(2, 1)
-        # The scratch array: codes, their scales, initial values of sums, sums of groups.
+        # The scratch array: codes, their scales, initial values of sums, sums of groups.  Beside
+        # float8 it is x, of four columns the second and the third exchanged.
         self.codes = call.result(1)
         self.x_scales = e.at(self.codes, self.n_rows * self.padded_k)
         by_block = self.n_rows * self.blocks * 4
@@ -228,7 +255,7 @@ class Body:
     @property
     def offset(self) -> int:
         """The amount by which the multiplied bytes of w exceed its codes."""
-        if self.p.float4:
+        if self.p.is_float4:
             return FLOAT4_OFFSET
         kept = 8 if self.p.bits == 4 and not self.p.minimum and self.p.zero != "int8" else 0
         return kept + self.e.code_offset(self.p.bits)
@@ -256,7 +283,7 @@ class Round(Body):
         e, b = self.e, self.e.b
         x = e.at(self.x, self.source(r) * self.k * 4)
         by_block = r * self.blocks * 4
-        codes = e.at(self.codes, r * self.padded_k)
+        codes = e.at(self.codes, r * self.padded_k * self.p.x_bytes)
         x_scales, presets = (e.at(v, by_block) for v in (self.x_scales, self.presets))
         by_group = r * self.groups * 4
         group_sums = e.at(self.group_sums, by_group)
@@ -279,6 +306,9 @@ class Round(Body):
                         weight = self._load(gamma, column)
                         value = value * e.splat(factor) * weight
                     values.append(value)
+                if self.p.is_float8:
+                    self._store_floats(values, e.at(codes, at * 4))
+                    return [total]
                 scale, total_codes = self._store(values, e.at(codes, at))
                 word = j * 4
                 e.store(scale, x_scales, word)
@@ -297,6 +327,12 @@ class Round(Body):
         if self.p.group:
             return e.load(at, e.vector(e.F32))
         return e.load_part(at, self.k - column)
+
+    def _store_floats(self, values: list[Value], pointer: Value) -> None:
+        e = self.e
+        order = [four + i for four in range(0, TILE, 4) for i in (0, 2, 1, 3)]
+        for i, value in enumerate(values):
+            e.store(e.pick(value, value, order) * self.p.x_factor, pointer, 4 * TILE * i)
 
     def _store(self, values: list[Value], codes: Value) -> tuple[Value, Value]:
         """(the scale, the sum of the codes)."""
@@ -574,7 +610,7 @@ class TilesOfRows(Body):
             by_group = r * self.groups * 4
             of_rows.append(
                 _Row(
-                    e.at(self.codes, r * self.padded_k),
+                    e.at(self.codes, r * self.padded_k * p.x_bytes),
                     e.at(self.x_scales, by_block),
                     e.at(self.presets, by_block),
                     e.at(self.group_sums, by_group),
@@ -621,6 +657,13 @@ class TilesOfRows(Body):
     def _group_sums(self, q: Value, g: Value, rows: list[_Row]) -> list[Value]:
         """Return each row's sum over group g of w's codes times x, with x's scales applied."""
         e, count = self.e, self.p.group // self.p.block
+        if self.p.is_float8:
+            sums = [e.splat(e.f32(0.0), 2 * TILE)] * len(rows)
+            many = self.blocks // self.groups  # no constant, so that LLVM does not unroll the loop
+            first = g * many
+            sums = e.loop(many, lambda j, *s: self._float8_block(q, first + j, rows, s), sums)
+            even, odd = range(0, 2 * TILE, 2), range(1, 2 * TILE, 2)
+            return [e.pick(v, v, even) + e.pick(v, v, odd) for v in sums]
         zeros = [e.floats(0.0)] * len(rows)
         if 0 < count <= 4:
             sums, first = zeros, g * count
@@ -630,6 +673,24 @@ class TilesOfRows(Body):
         first = g * self.blocks_of_group
         many = self.blocks_of_group
         return e.loop(many, lambda j, *s: self._block(q, first + j, rows, list(s)), zeros)
+
+    def _float8_block(
+        self, q: Value, block: Value, rows: list[_Row], sums: Sequence[Value]
+    ) -> list[Value]:
+        """The rows' sums, two of each output side by side, with a block's products."""
+        e, made = self.e, list(sums)
+        column = block * self.p.block
+        at = e.at(q, column * TILE)
+        for four in range(self.p.block // 4):
+            e.prefetch(at, 64 * four + AHEAD)
+            pairs = e.float8_pairs(e.load(at, e.vector(e.I8, 64), 64 * four))
+            for i, row in enumerate(rows):
+                x = e.at(row.codes, column * 4)
+                for j, pair in enumerate(pairs):
+                    two = e.splat(e.load(x, e.I64, 16 * four + 8 * j))
+                    two = e.b.bitcast(two, e.vector(e.F32, 2 * TILE))
+                    made[i] = e.fma(pair, two, made[i])
+        return made
 
     def _block(self, q: Value, block: Value, rows: list[_Row], sums: list[Value]) -> list[Value]:
         e, b, p = self.e, self.e.b, self.p
@@ -645,8 +706,8 @@ class TilesOfRows(Body):
             word = e.load(at, e.vector(e.I32), unit)
             high = word >> 4
             halves = [b.bitcast(v & low, e.vector(e.I8, 64)) for v in (word, high)]
-            codes += [e.lookup(FLOAT4_TABLE, v) for v in halves] if p.float4 else halves
-        largest = max(FLOAT4_TABLE) if p.float4 else 15
+            codes += [e.lookup(FLOAT4_TABLE, v) for v in halves] if p.is_float4 else halves
+        largest = max(FLOAT4_TABLE) if p.is_float4 else 15
         made = []
         for row, total in zip(rows, sums, strict=True):
             fours = (e.load(e.at(row.codes, column), e.I32, 4 * i) for i in range(len(codes)))

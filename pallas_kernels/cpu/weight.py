@@ -9,9 +9,9 @@
 A tile is 16 rows.  A tile stores the first 4 columns of all its rows (64 bytes), then the next 4
 columns.  So each of the 16 lanes of a vector sums its own row, and no sum runs across lanes.
 
-int4 codes are stored as code + 8, float4_e2m1fn codes as they are.  In 64 bytes, columns ``8 j ..
-8 j + 3`` are in the low halves and the next four columns in the high halves.  Scales and zero
-points lie by tile, group, row, in float16 where that is exact, and 8-bit floats as they are.
+int4 codes are stored as code + 8, all other codes as they are.  In 64 bytes of 4-bit codes, columns
+``8 j .. 8 j + 3`` are in the low halves and the next four columns in the high halves.  Scales and
+zero points lie by tile, group, row, in float16 where that is exact, and 8-bit floats as they are.
 
 Padding has codes 0 and scales 0.  Rows are padded to whole tiles.  The columns of a weight with
 one group are padded to whole blocks.  The two levels of a two-level scale are multiplied into one;
@@ -40,7 +40,7 @@ from pallas_kernels.rounding import E4M3, E8M0, NIBBLES
 Params = TypeVar("Params")  # a tree of parameters
 AnyArray = Any  # jax's or numpy's array, or its shape: no type has the methods of all
 TILE = 16
-_INT4 = np.dtype(ml_dtypes.int4)
+_INT4, _FLOAT8 = np.dtype(ml_dtypes.int4), jnp.dtype(E4M3)
 _ROWS = 1 << 10  # of a weight that are laid out at a time
 
 
@@ -64,7 +64,12 @@ class WeightForm:
 
     @property
     def is_float4(self) -> bool:
-        return self.dtype == "float4_e2m1fn"
+        return self.dtype == FLOAT4.name
+
+    @property
+    def is_float(self) -> bool:
+        """Whether the codes are floats, of 4 bits or 8."""
+        return self.dtype in (FLOAT4.name, E4M3)
 
     @property
     def has_unit(self) -> bool:
@@ -109,6 +114,10 @@ class CpuWeight:
         return jnp.dtype(self.form.dtype)
 
     @property
+    def activations(self) -> str | None:
+        return self.form.activations
+
+    @property
     def groups(self) -> int:
         return self.scale.shape[-2]
 
@@ -137,16 +146,18 @@ class CpuWeight:
         return QTensor(like(form.k, self.dtype), like(self.groups, form.scale), zero, unit=unit)
 
     def rows(self, index: jax.Array) -> QTensor:
-        """Rows of a table ``[n, k]``, in int8 or float4 codes; ``dequantize`` makes floats."""
+        """Rows of a table ``[n, k]``, in int8 or float codes; ``dequantize`` makes floats."""
         tile, lane = index // TILE, index % TILE
-        q = _unpacked(self.q.reshape(*self.q.shape[:-1], -1, TILE, 4)[tile, :, lane], self.form)
-        scale, zero = self.scale[tile, :, lane], None
-        q = q[..., : self.form.k]
-        if self.form.is_float4:
-            unit = None if self.unit is None else self.unit[index]
-            return QTensor(_float4(q), scale, columns=self.columns, unit=unit)
+        form = self.form
+        q = _unpacked(self.q.reshape(*self.q.shape[:-1], -1, TILE, 4)[tile, :, lane], form)
+        q, scale = q[..., : form.k], self.scale[tile, :, lane]
+        if form.is_float:
+            unit = self.unit[index] if form.is_float4 and self.unit is not None else None
+            return QTensor(_floats(q, form), scale, columns=self.columns, unit=unit)
         zero = None if self.zero is None else self.zero[tile, :, lane]
-        return _affine(q, scale, zero, self)
+        if form.bits == 4 and not (form.minimum or (zero is not None and zero.dtype == np.int8)):
+            q = q - np.int8(8)
+        return QTensor(q, scale, zero, columns=self.columns)
 
 
 def prepare(w: QTensor) -> CpuWeight | Reason:
@@ -209,8 +220,8 @@ def _codes(w: CpuWeight, lead: tuple[int, ...]) -> AnyArray:
     form = w.form
     q = w.q.reshape(*w.q.shape[:-1], -1, TILE, 4).swapaxes(-2, -3)
     q = _unpacked(q, form).reshape(*lead, -1, w.padded_k)[..., : form.n, : form.k]
-    if form.is_float4:
-        return _float4(q)
+    if form.is_float:
+        return _floats(q, form)
     return (q - np.int8(8) if form.bits == 4 else q).astype(form.dtype)
 
 
@@ -249,8 +260,11 @@ def _reason(w: QTensor) -> str | None:
         return f"w {w.shape} is not [N, K]"
     if len(w.shape) == 3 and w.shape[1] % TILE:
         return f"w has experts of {w.shape[1]} rows, not a multiple of {TILE}"
-    if w.q.dtype not in (_INT4, FLOAT4, np.int8):
-        return f"w has codes of {w.dtype.name}; the handler reads int4, int8 and float4_e2m1fn"
+    if w.q.dtype not in (_INT4, FLOAT4, _FLOAT8, np.int8):
+        known = f"int4, int8, {FLOAT4.name} and {E4M3}"
+        return f"w has codes of {w.dtype.name}; the handler reads {known}"
+    if w.q.dtype == _FLOAT8 and (w.zero is not None or _has_nan(np.asarray(w.q))):
+        return f"w has zero points or NaN beside {E4M3}"
     groups = w.scale.shape[-1]
     if groups > 1 and w.group_size % 16:
         return f"w has groups of {w.group_size} columns, not a multiple of 16"
@@ -264,6 +278,13 @@ def _reason(w: QTensor) -> str | None:
         if np.any(np.asarray(w.scale).view(np.uint8) >= least):
             return "w has scales that are negative or NaN"
     return None
+
+
+def _has_nan(q: np.ndarray) -> bool:
+    """Whether there is a NaN among codes of float8_e4m3fn."""
+    rows = _rows(q.view(np.uint8))
+    parts = (rows[first : first + _ROWS] for first in range(0, len(rows), _ROWS))
+    return any(bool(np.any(part & 127 == 127)) for part in parts)
 
 
 @np.errstate(over="ignore", invalid="ignore")  # scales of a bad file come back as they were
@@ -372,16 +393,9 @@ def _unpacked(q: AnyArray, form: WeightForm) -> AnyArray:
     return q.reshape(*q.shape[:-2], -1)
 
 
-def _float4(q: AnyArray) -> AnyArray:
-    """int8 0..15 as the float4_e2m1fn codes of these bits."""
+def _floats(q: AnyArray, form: WeightForm) -> AnyArray:
+    """int8 (of 4 bits 0..15) as the floats of these bits."""
+    dtype = jnp.dtype(form.dtype)
     if isinstance(q, np.ndarray):
-        return q.view(FLOAT4)
-    return jax.lax.bitcast_convert_type(q.astype(jnp.uint4), FLOAT4)
-
-
-def _affine(q: AnyArray, scale: AnyArray, zero: AnyArray, w: CpuWeight) -> QTensor:
-    """Return the QTensor of stored codes, with their scales and zero points."""
-    form = w.form
-    if form.bits == 4 and not (form.minimum or (zero is not None and zero.dtype == np.int8)):
-        q = q - np.int8(8)
-    return QTensor(q, scale, zero, columns=w.columns)
+        return q.view(dtype)
+    return jax.lax.bitcast_convert_type(q.astype(jnp.uint4) if form.is_float4 else q, dtype)

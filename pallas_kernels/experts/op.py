@@ -184,17 +184,18 @@ def _cpu_plan(w: Weight, experts: jax.Array, swiglu: bool) -> Plan | Reason:
     return cpu.plan(w, experts.size, swiglu)
 
 
-def _has_float8(w: Weight) -> bool:
+def _has_float8(w: QTensor | CpuWeight) -> bool:
     """Whether w has float8 codes and asks for activations in float8."""
-    return isinstance(w, QTensor) and w.dtype.name == w.activations == "float8_e4m3fn"
+    return w.dtype.name == w.activations == "float8_e4m3fn"
 
 
 def _rounded(x: jax.Array, w: Weight) -> jax.Array:
     """x as float8 codes and scales hold it, if w asks for that.  A token has one scale, or one for
-    each group of columns, as w has them.  Every form multiplies floats, so these are floats."""
-    if not _has_float8(w):
+    each group of columns, as w has them.  Every form multiplies floats, so these are floats.  The
+    CPU's handler takes x as it is."""
+    if not (isinstance(w, QTensor) and _has_float8(w)):
         return x
-    assert isinstance(w, QTensor) and w.activations is not None
+    assert w.activations is not None
     is_static = w.input_scale is not None
     group_size = None if is_static else w.group_size
     codes = quantize_tokens(x, w.activations, scale=w.input_scale, group_size=group_size)
@@ -205,9 +206,8 @@ def _weight_only(op: str, w: Weight) -> Weight:
     """Return w without notes, and int4 codes with one level of scales; checks them first."""
     if not isinstance(w, QTensor | CpuWeight):
         return w
-    activations = w.form.activations if isinstance(w, CpuWeight) else w.activations
-    if activations is not None and not _has_float8(w):
-        raise ValueError(f"{op}: w asks for activations in {activations}; experts read floats")
+    if w.activations is not None and not _has_float8(w):
+        raise ValueError(f"{op}: w asks for activations in {w.activations}; experts read floats")
     if w.columns is not None:
         raise ValueError(f"{op}: w has columns in another order, which experts have not")
     if isinstance(w, CpuWeight):

@@ -37,6 +37,9 @@ SCHEMES = {
     "w4a8": ("int4", 128, "int8", "int8"),
     "mxfp4": ("float4_e2m1fn", 32, "float8_e8m0fnu", None),
     "nvfp4": ("float4_e2m1fn", 16, "float8_e4m3fn", None),
+    "fp8 blocks": ("float8_e4m3fn", 128, "bfloat16", None),
+    "fp8 groups": ("float8_e4m3fn", 32, "float16", None),
+    "fp8 rows": ("float8_e4m3fn", 0, "float32", None),
 }
 
 
@@ -48,7 +51,11 @@ def weight(scheme: str, n: int, k: int, seed: int = 0) -> QTensor:
     if dtype == "float4_e2m1fn":
         return _float4_weight(rng, n, k, groups, scale_dtype)
     low, high = (-8, 8) if dtype == "int4" else (-128, 128)
-    q = rng.integers(low, high, (n, k)).astype(jnp.dtype(dtype))
+    if dtype == "float8_e4m3fn":  # each of its numbers, subnormal ones too
+        bits = rng.integers(0, 127, (n, k)) + 128 * rng.integers(0, 2, (n, k))
+        q = bits.astype(np.uint8).view(jnp.dtype(dtype))
+    else:
+        q = rng.integers(low, high, (n, k)).astype(jnp.dtype(dtype))
     # Small whole numbers times a power of two, so that the affine forms of files are exact.
     scale = (rng.integers(1, 64, (n, groups)) * 2.0**-9).astype(np.float32)
     if scale_dtype == "float32":
@@ -114,7 +121,9 @@ def values(w: QTensor) -> np.ndarray:
 
 
 def oracle(x: np.ndarray, w: QTensor) -> np.ndarray:
-    """The product of the rounded x with the same codes, in float64."""
+    """The product of the rounded x with the same codes, in float64; beside float8 x as it is."""
+    if w.dtype == jnp.float8_e4m3fn:
+        return x.astype(np.float64) @ values(w).T
     return rounded(x, block_size(w.shape[1], w.scale.shape[-1])) @ values(w).T
 
 
@@ -150,14 +159,12 @@ def by_hand(
 ) -> np.ndarray:
     """The product without XLA, each array where ``place`` copies it."""
     program = program_of(x, w)
-    blocks = w.padded_k // program.block
-    scratch = place(np.zeros(len(x) * (w.padded_k + 8 * blocks + 4 * w.groups), np.uint8))
-    out = place(np.zeros((len(x), w.shape[0]), np.float32))
+    results = [place(np.zeros(r.shape, r.dtype)) for r in program.results_of(w, len(x))]
     operands = (x, w.q, w.scale, w.zero, w.unit if w.form.has_unit else None)
     arrays = [place(np.asarray(a)) for a in operands if a is not None]
     address = jit.compiled(program, on or jit.host()).address
-    frame.call(address, arrays, [out, scratch], threads=threads)
-    return np.array(out)
+    frame.call(address, arrays, results, threads=threads)
+    return np.array(results[0])
 
 
 def stored(x: Any) -> np.ndarray:

@@ -22,7 +22,7 @@ from tests.helpers.cases import slow
 from tests.helpers.models import FAMILIES, params_of
 
 # As files have them (groups of 16 with zeros), and the schemes of ``--quantize``.
-SCHEMES = ("w4a16-g16-zero", "w8a8", *slow("w8a16", "w4a16", "w4a8"))
+SCHEMES = ("w4a16-g16-zero", "w8a8", *slow("w8a16", "w4a16", "w4a8", "fp8"))
 LENGTHS = (1, 2, 9, 23)
 
 
@@ -155,7 +155,7 @@ TEXTS = (
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scheme", [None, "w8a16", "w4a16", "w8a8", "w4a8"])
+@pytest.mark.parametrize("scheme", [None, "w8a16", "w4a16", "w8a8", "w4a8", "fp8-block"])
 def test_the_demo_model_s_answers_to_24_prompts(scheme):
     """40 greedy tokens each: in chunks, in one batch, of drafts, of engines."""
     lm = jl.load("smollm2-135m", quantize=scheme)

@@ -59,7 +59,8 @@ def test_the_product_is_the_oracles(scheme, rows):
 
 @pytest.mark.parametrize("target", native(), ids=lambda t: t.name)
 @pytest.mark.parametrize(
-    ("scheme", "rows"), [("q4_1", 1), ("int8 rows", 2), ("gptq", 8), ("nvfp4", 5)]
+    ("scheme", "rows"),
+    [("q4_1", 1), ("int8 rows", 2), ("gptq", 8), ("nvfp4", 5), ("fp8 blocks", 7)],
 )
 def test_every_target_of_this_machine_computes_it(scheme, rows, target):
     w, x = weight(scheme, 33, 128), floats(rows, 128)
@@ -71,7 +72,8 @@ def test_every_target_of_this_machine_computes_it(scheme, rows, target):
 )
 def test_every_target_compiles_it(bits, one):
     """NEON's code is read here; ``test_arm_emulated`` runs it."""
-    program = Matmul(bits, 32, 32, "float16", None, False, one.rows, norm=True, swiglu=True)
+    codes = f"int{bits}"
+    program = Matmul(codes, 32, 32, "float16", None, False, one.rows, norm=True, swiglu=True)
     assembly = jit.build(program, one, assembly=True)
     wanted = {
         "avx512vnni": "vpdpbusd",
@@ -84,7 +86,7 @@ def test_every_target_compiles_it(bits, one):
     assert assembly.count(wanted) == 2 * 8 * registers * one.rows
     assert ("zmm" in assembly) == (one.name == "avx512vnni")
     if bits == 4:
-        float4 = dataclasses.replace(program, scale="float8_e8m0fnu", float4=True)
+        float4 = dataclasses.replace(program, codes="float4_e2m1fn", scale="float8_e8m0fnu")
         shuffle = "tbl" if one.name == "neon" else "vpshufb"
         assert jit.build(float4, one, assembly=True).count(shuffle) >= 2 * 8 * registers
 
@@ -93,7 +95,7 @@ def test_shapes_of_any_size():
     """Rows, tiles and blocks that are not whole."""
     rng = np.random.default_rng(5)
     for case in range(40):
-        scheme = rng.choice(["int8 rows", "int4 rows", "q4_0", "q6_k"])
+        scheme = rng.choice(["int8 rows", "int4 rows", "q4_0", "q6_k", "fp8 rows", "fp8 groups"])
         group = SCHEMES[scheme][1]
         n, k = (int(v) for v in rng.integers(1, 90, 2))
         k = k if group == 0 else group * (1 + k % 5)
@@ -107,7 +109,7 @@ def test_shapes_of_any_size():
 def test_nothing_is_read_or_written_behind_an_array(target):
     """Each operand and result ends where a page begins that nobody may touch."""
     rng = np.random.default_rng(7)
-    for scheme in ("int8 rows", "q4_1", "int4 rows", "q6_k", "nvfp4"):
+    for scheme in ("int8 rows", "q4_1", "int4 rows", "q6_k", "nvfp4", "fp8 rows"):
         for rows in (1, 3, 9):
             group = SCHEMES[scheme][1]
             n, k = int(rng.integers(1, 70)), 2 * group or int(rng.integers(1, 70))
@@ -129,7 +131,7 @@ def test_a_guarded_page_is_one():
     assert done.returncode < 0 and not done.stdout
 
 
-@pytest.mark.parametrize(("scheme", "rows"), [("q4_1", 1), ("int8 rows", 12)])
+@pytest.mark.parametrize(("scheme", "rows"), [("q4_1", 1), ("int8 rows", 12), ("fp8 blocks", 3)])
 def test_bits_are_equal_for_any_number_of_threads(scheme, rows):
     w, x = prepared(weight(scheme, 1500, 256)), floats(rows, 256)
     alone = by_hand(x, w)
@@ -138,7 +140,7 @@ def test_bits_are_equal_for_any_number_of_threads(scheme, rows):
     np.testing.assert_array_equal(run(x, w), alone)
 
 
-@pytest.mark.parametrize("scheme", ["q4_1", "int8 rows", "gptq"])
+@pytest.mark.parametrize("scheme", ["q4_1", "int8 rows", "gptq", "fp8 blocks"])
 def test_a_rows_bits_do_not_depend_on_its_neighbours(scheme):
     w, x = prepared(weight(scheme, 48, 256)), floats(11, 256)
     x[4], x[7] = np.nan, 0.0
@@ -275,7 +277,7 @@ def test_the_choice_is_the_weights():
     w, x = jax.device_put(weight("q4_1", 32, 64)), as_jax(floats(1, 64))
     known = jax.device_put(prepared(weight("q4_1", 32, 64)))
     said = explain(quantized_matmul, x, known)
-    assert f"cpu, quantized_matmul_cpu, {jit.host().name}, Matmul(bits=4" in said
+    assert f"cpu, quantized_matmul_cpu, {jit.host().name}, Matmul(codes='int4'" in said
     assert "xla (the operands are on 'cpu', not an NVIDIA GPU)" in explain(quantized_matmul, x, w)
     with pytest.raises(NotImplementedError, match="no CPU handler for this call: w is not in the"):
         quantized_matmul(x, w, implementation="cpu")

@@ -104,13 +104,15 @@ def test_a_tree_goes_there_and_back():
     blocks = RowBlocks((weight("q4_0", 16, 64), np.ones((16, 64), np.float32)))
     fp8 = quantize(jnp.ones((16, 64)), "float8_e4m3fn")
     params = {"a": {"weight": weight("q8_0", 32, 64)}, "b": blocks, "c": np.ones(3), "d": fp8}
+    params["e"] = narrow = ones("int8", 16, 64, groups=8)
     found = prepare_tree(params)
     assert isinstance(found["a"]["weight"], CpuWeight)
     assert isinstance(found["b"].blocks[0], CpuWeight)
-    assert found["d"] is fp8 and found["c"] is params["c"]
+    assert found["e"] is narrow and found["c"] is params["c"]
     back = restore_tree(found)
     _same(back["a"]["weight"], params["a"]["weight"])
     _same(back["b"].blocks[0], blocks.blocks[0])
+    _same(back["d"], fp8)
 
 
 @pytest.mark.parametrize("put", [np.asarray, jnp.asarray])
@@ -134,7 +136,8 @@ def ones(dtype: str, *shape: int, groups: int = 1) -> QTensor:
 @pytest.mark.parametrize(
     "w, said",
     [
-        (ones("float8_e4m3fn", 16, 64), "codes of float8_e4m3fn"),
+        (ones("float8_e5m2", 16, 64), "codes of float8_e5m2"),
+        (QTensor(np.full((16, 64), np.nan, jnp.float8_e4m3fn), np.ones((16, 1))), "or NaN beside"),
         (ones("int8", 16, 64, groups=8), "groups of 8 columns"),
         (ones("int8", 2, 2, 16, 64), r"w \(2, 2, 16, 64\) is not \[N, K\]"),
         (ones("int8", 2, 8, 64), "experts of 8 rows, not a multiple of 16"),
