@@ -101,6 +101,7 @@ def check_policies(cfg: ModelConfig, params: Params, policies: list[str], folder
                     "100 0 100 0 100 0 experts=0/100 cpu_expert=1e-6",
                 ],
             ),
+            (CFG, "fp8-block", ["100 0 100 0 100 0 experts=25/50 cpu_expert=0.7"]),
             (DEEP, "w4a16-g32-zero", ["100 0 100 0 100 0 experts=25/50 cpu_expert=0.7"]),
         ),
     ],

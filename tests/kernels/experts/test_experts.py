@@ -206,7 +206,12 @@ handler = pytest.mark.skipif(unavailable() is not None, reason="no handler on th
     "scheme,group,zeros,gated",
     [
         *each_once(
-            [("int4", 32, True), ("int4", None, False), ("int8", None, False)],
+            [
+                ("int4", 32, True),
+                ("int4", None, False),
+                ("int8", None, False),
+                ("float8_e4m3fn", 64, False),
+            ],
             [None, "silu", "gelu_tanh"],
         ),
         *slow(("nvfp4", None, False, "silu")),

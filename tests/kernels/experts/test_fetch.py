@@ -21,6 +21,7 @@ SCHEMES = {
     "int4": {"dtype": "int4", "group_size": 32},
     "int4 zeros": {"dtype": "int4", "group_size": 32, "symmetric": False},
     "int8": {"dtype": "int8", "group_size": 32},
+    "fp8": {"dtype": "float8_e4m3fn", "group_size": 32},
     "float32": None,
 }
 

@@ -24,6 +24,7 @@ from pallas_kernels.cpu.mail import (
 )
 from pallas_kernels.experts import mail, mail_kernel
 from pallas_kernels.experts.gate import ClampedGate, apply_gate
+from tests.helpers.cases import each_once, slow
 from tests.helpers.warp_emulator import emulated
 from tests.kernels.experts.test_fetch import FIRST, SCHEMES, experts_of
 
@@ -31,10 +32,10 @@ SIZES = MailLayout(rows=3, width=20, pairs=6)
 X = np.random.default_rng(0).standard_normal((3, 20)).astype(np.float32)
 Y = np.random.default_rng(1).standard_normal((6, 20)).astype(np.float32)
 CHOSEN = np.array([4, 0, 2, 5, 1, 3], np.int32)
+CPU_SCHEMES = ["mxfp4", "nvfp4", "int4 zeros", "int8", "fp8"]
 
 
-@pytest.mark.parametrize("swiglu", [False, True])
-@pytest.mark.parametrize("scheme", ["mxfp4", "nvfp4", "int4 zeros", "int8"])
+@pytest.mark.parametrize(("scheme", "swiglu"), each_once(CPU_SCHEMES, [False, True]))
 def test_experts_that_lie_apart_have_the_bits_of_those_behind_one_another(scheme, swiglu):
     weight, _, offsets, packed = experts_of(scheme)
     weight = jax.tree.map(jnp.asarray, prepare_tree(jax.tree.map(np.asarray, weight)))
@@ -51,9 +52,10 @@ def test_experts_that_lie_apart_have_the_bits_of_those_behind_one_another(scheme
     np.testing.assert_array_equal(np.asarray(program(x[order], one, table)), want[order])
 
 
-@pytest.mark.parametrize("gate", ["silu", "relu2", Clamped(7.0, 1.702)])
-@pytest.mark.parametrize("rows", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 9))])
-@pytest.mark.parametrize("scheme", ["mxfp4", "nvfp4", "int4 zeros", "int8"])
+@pytest.mark.parametrize(
+    ("scheme", "gate"), each_once(CPU_SCHEMES, ["silu", "relu2", Clamped(7.0, 1.702)])
+)
+@pytest.mark.parametrize("rows", [3, *slow(1, 9)])
 def test_layers_are_served_a_turn_each(scheme, rows, gate, tmp_path):
     """Where no kernel runs, the device's side is Python's. A pair's expert may be the device's."""
     layers, n_experts, width, a_token = 3, 3, 64, 2
