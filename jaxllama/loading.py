@@ -493,6 +493,22 @@ def read_config(
     return gguf.read_config(path) if path.suffix == ".gguf" else hf.read_config(path)
 
 
+def stored_scheme(source: str | Path, revision: str | None = None) -> str | None:
+    """Return the scheme of a model's own codes, such as "none,experts_gate_up=mxfp4"; None for
+    floats, and for GGUF files.
+
+    Names whose weights differ between layers have the first one's.
+    """
+    if str(source) in preset_names():
+        return None
+    path = hub.resolve(source, revision)
+    if path.suffix == ".gguf" or not hf.is_packed(path):
+        return None
+    from jaxllama.quantization.scheme import text_of
+
+    return text_of(hf.packed_examples(path))
+
+
 def enable_compilation_cache() -> None:
     """Keep compiled programs in jaxllama's cache folder, unless the user chose another folder."""
     config: Any = jax.config  # its options are made at import, where no type checker sees them

@@ -41,6 +41,11 @@ from pallas_kernels.qtensor import QTensor
 DIRECTORY = "JAXLLAMA_OFFLOAD_DIR"  # environment variable: folder of the disk's share
 
 
+def disk_folder() -> Path:
+    """Return the folder of the disk's share: the environment's, or one beside cached weights."""
+    return Path(os.environ.get(DIRECTORY) or hub.cache_dir() / "offload")
+
+
 def scheme_of(policy: Policy, scheme: str | None) -> str | None:
     """Return the scheme of weights under a policy; ``scheme`` is the user's own.
 
@@ -56,8 +61,7 @@ def scheme_of(policy: Policy, scheme: str | None) -> str | None:
 class Placement:
     """A function that stores parameters where a policy puts them. See the module docstring.
 
-    directory: folder for the disk's share. The default is the environment's JAXLLAMA_OFFLOAD_DIR,
-        or else a folder beside the cached weights.
+    directory: folder for the disk's share; by default ``disk_folder()``.
     deterministic, exact: as for ``LanguageModel``.
     """
 
@@ -80,9 +84,7 @@ class Placement:
         self.scheme = scheme_of(policy, scheme)
         self.recipe = parse(self.scheme or "none")
         self.rounder = Rounder(self.recipe, self._put)
-        if directory is None:
-            directory = os.environ.get(DIRECTORY) or hub.cache_dir() / "offload"
-        self.store = Store(directory)
+        self.store = Store(disk_folder() if directory is None else directory)
         self.lays_out = not exact and handles(self.dtype)
         self.use = use_of(policy)
         # A GPU's machine too computes experts on its CPU, in the handlers' layout.

@@ -339,9 +339,21 @@ def policy(args: argparse.Namespace) -> Policy | None:
         raise JaxLlamaError("--policy and --mesh exclude each other: one device offloads")
     from jaxllama.executors.offloaded.executor import kv_dtype_of
 
+    pin_all()
     chosen = also(chosen, args)
     kv_dtype_of(chosen, kv_dtype(args), "float32")  # it refuses a pair that does not fit
     return chosen
+
+
+def pin_all() -> None:
+    """Let jax pin as much host memory as there is; its own limit is 64 GB.
+
+    Call this before jax starts its devices.
+    """
+    from jaxllama.offload.store import available_memory
+
+    gigabytes = (available_memory() or 0) >> 30
+    os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(max(64, gigabytes)))
 
 
 def also(policy: Policy, args: argparse.Namespace) -> Policy:

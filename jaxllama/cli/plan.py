@@ -57,6 +57,7 @@ def run(args: argparse.Namespace) -> None:
     for tier in ("device", "host", "disk"):
         if args.policy is not None and getattr(args, f"{tier}_gb") is not None:
             raise JaxLlamaError(f"--{tier}-gb bounds what is solved for, and --policy is given")
+    common.pin_all()
     policy = common.policy(args)
     if policy is not None and (args.calibrate or args.expert_use):
         raise JaxLlamaError(

@@ -38,13 +38,19 @@ from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
 from jaxllama.executors.offloaded.executor import kv_dtype_of, offloaded
 from jaxllama.language_model import LanguageModel
-from jaxllama.loading import default_dtype, enable_compilation_cache, load, read_config
+from jaxllama.loading import (
+    default_dtype,
+    enable_compilation_cache,
+    load,
+    read_config,
+    stored_scheme,
+)
 from jaxllama.model.flops import flops_per_token
 from jaxllama.offload.expert_places import ExpertUse
 from jaxllama.offload.policy import Policy
 from jaxllama.offload.store import available_memory
 from jaxllama.offload.timeline import NO_RECORD, Recorder, TimelineBar, draw
-from jaxllama.placement import scheme_of
+from jaxllama.placement import disk_folder, scheme_of
 from jaxllama.planner.accounting import batches_of, model_bytes
 from jaxllama.planner.calibrate import Progress, calibrate
 from jaxllama.planner.calibrate_experts import measured_use
@@ -76,9 +82,10 @@ SHORTEST = 64  # smallest number of tokens of those prompts
 class PlanRequest:
     """The task that is planned, and the resources that it may use.
 
-    source, random, revision, dtype, scheme, kv_dtype: the model, as for ``load``. policy: the
-    policy to measure, by default the solver's. base: fields that the solver does not search
-    (``planner.solve``). limits: by default those of the device, the system and the disk.
+    source, random, revision, dtype, scheme, kv_dtype: the model, as for ``load``; the scheme of a
+    packed checkpoint is its own. policy: the policy to measure, by default the solver's. base:
+    fields that the solver does not search (``planner.solve``). limits: by default those of the
+    device, the system and the disk.
     timeline: file of a picture of a step. recalibrate: measure the machine and the task again.
     calibrate_on: a text that measures the use of a mixture's experts, which ranks them. The table
     is stored, and the policy names its file. expert_use: such a table.
@@ -124,7 +131,8 @@ def run(asked: PlanRequest, progress: Progress = lambda _: None) -> JsonObject:
         expert_use = use_on(source, asked.calibrate_on, dtype, asked.scheme, random, revision)
     if expert_use is not None:
         ExpertUse.load(expert_use)  # a file that is none is an error before anything is measured
-    scheme = scheme_of(base, asked.scheme)
+    stored = None if random else stored_scheme(source, revision)
+    scheme = scheme_of(base, asked.scheme) or stored
     settings = PlannerSettings(dtype, kv_dtype_of(base, asked.kv_dtype, dtype), scheme)
     limits = _limits(asked.limits)
     if policy is None:
@@ -162,7 +170,7 @@ def run(asked: PlanRequest, progress: Progress = lambda _: None) -> JsonObject:
             f"{expected.step:.3g} s, {expected.tokens_per_second:.3g} tokens/s; about "
             f"{seconds:.0f} s after the weights"
         )
-        rounding = None if policy.compress_weight else scheme
+        rounding = None if policy.compress_weight else asked.scheme
         lm = load(source, dtype, rounding, policy=policy, random=random, revision=revision)
         found, events = measure(lm, trial, settings, progress)
         found["prompt_tokens"] = trial.prompt
@@ -384,7 +392,7 @@ def sees_programs(lm: LanguageModel) -> bool:
 def _limits(asked: MemoryLimits) -> MemoryLimits:
     """Return the limits, those that are None from the device, the system and the disk."""
     stats = jax.devices()[0].memory_stats() or {}
-    folder = hub.cache_dir()
+    folder = disk_folder()
     folder.mkdir(parents=True, exist_ok=True)
     return MemoryLimits(
         stats.get("bytes_limit") if asked.device is None else asked.device,

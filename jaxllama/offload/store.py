@@ -259,7 +259,7 @@ class Store:
             raise JaxLlamaError(
                 f"policy: no room for {piece.nbytes / 1e9:.2f} GB more of pinned host memory: put "
                 "more on the disk (on a GPU, XLA pins at most XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB, "
-                "64 unless set)"
+                "which jaxllama's commands set and programs of your own do not: 64)"
             ) from None
 
 

@@ -42,7 +42,7 @@ import dataclasses
 import fnmatch
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeGuard, TypeVar
 
 import jax
@@ -53,8 +53,8 @@ from jaxllama.errors import JaxLlamaError
 from jaxllama.quantization.rounding import fitted, nearest
 from jaxllama.typing import Leaf, Params, ParamsDict
 from pallas_kernels.cpu import CpuWeight
-from pallas_kernels.qtensor import QTensor, RowBlocks
-from pallas_kernels.rounding import FORMATS, format_group
+from pallas_kernels.qtensor import FLOAT4, QTensor, RowBlocks
+from pallas_kernels.rounding import E4M3, E8M0, FORMATS, format_group
 
 SCHEMES = (
     "w8a16",
@@ -269,6 +269,27 @@ def _scheme(text: str) -> Scheme | None:
             f"scheme {text!r}: groups and zero points are for weights of 4 bits and w8a16"
         )
     return scheme
+
+
+def text_of(weights: Mapping[str, QTensor]) -> str:
+    """Return the recipe that makes codes like those of weights, by their names ("qkv")."""
+    rules = (f"{name}={_text_of(w)}" for name, w in weights.items() if name in MATMULS | {"embed"})
+    return ",".join(["none", *rules])
+
+
+def _text_of(w: QTensor) -> str:
+    if w.dtype == FLOAT4:
+        return "mxfp4" if w.scale.dtype == E8M0 else "nvfp4"
+    grouped, zeros = w.scale.shape[-1] > 1, w.zero is not None
+    if w.dtype == E4M3:
+        if w.activations is None:
+            return "fp8-block"
+        return "fp8-block-a8" if grouped else "fp8"
+    if w.dtype == jnp.int8:
+        group = f"-g{w.group_size}" if grouped else ""
+        return ("w8a8" if w.activations else "w8a16") + group + ("-zero" if zeros else "")
+    base = {None: "w4a16", "int8": "w4a8"}.get(w.activations, "w4a8-fp8")
+    return f"{base}-g{w.group_size}" + ("" if zeros else "-sym")
 
 
 Packed = QTensor | RowBlocks | CpuWeight

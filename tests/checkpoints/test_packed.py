@@ -14,10 +14,12 @@ import numpy as np
 import pytest
 
 import jaxllama as jl
+from jaxllama import loading
 from jaxllama.checkpoints.hf import load as hf
 from jaxllama.checkpoints.hf.save import flatten
 from jaxllama.checkpoints.packed import save as packed
 from jaxllama.errors import JaxLlamaError, WeightWarning
+from jaxllama.planner.accounting import weight_shapes
 from jaxllama.quantization.quantize import quantize_params
 from pallas_kernels.qtensor import QTensor, RowBlocks, dequantize, quantize
 from tests.helpers import packed_cases as cases
@@ -536,3 +538,36 @@ def test_other_refusals(tmp_path: Path) -> None:
     with pytest.raises(JaxLlamaError, match="already exists"):
         packed.save(tmp_path / "full", CFG, params)
     assert [path.name for path in tmp_path.iterdir()] == ["full"]
+
+
+@pytest.mark.parametrize(
+    ("case", "said"),
+    [
+        ("awq", "qkv=w4a16-g16"),
+        ("gptq-symmetric", "down=w4a16-g16-sym"),
+        ("gptq-8bit", "down=w8a16-g16-zero"),
+        ("packed-int8-tokens", "o=w4a8-g16-sym"),
+        ("int8-tokens", "gate_up=w8a8"),
+        ("fp8-channel-tokens", "qkv=fp8"),
+        ("fp8-blocks-of-128", "down=fp8-block"),
+        ("mxfp4", "qkv=mxfp4"),
+        ("nvfp4", "qkv=nvfp4"),
+    ],
+)
+def test_the_scheme_of_a_checkpoint_makes_codes_like_its_own(tmp_path, case, said) -> None:
+    """The planner counts them so."""
+    folder = write_case(tmp_path / "m", case)[0]
+    scheme = loading.stored_scheme(folder)
+    assert scheme is not None and said in scheme.split(",")
+    cfg, params = hf.load(folder)
+    got, want = (leaves_by_path(tree) for tree in (weight_shapes(cfg, np.float32, scheme), params))
+    assert got == want
+
+
+def leaves_by_path(params) -> dict[tuple[str, ...], tuple[Any, ...]]:
+    """The codes' dtype and groups, whether there are zero points, and the activations' dtype."""
+    return {
+        path: (w.dtype.name, w.scale.shape, w.zero is None, w.activations)
+        for path, w in flatten(params).items()
+        if isinstance(w, QTensor)
+    }

@@ -251,13 +251,20 @@ def test_what_fits_is_calibrated_for_computation_alone_and_measured_once(tmp_pat
     }
     moved, loaded, said = [], [], []
 
-    def calibrate(*_, moves, **__):
+    def calibrate(cfg, settings, *, moves, **_):
+        assert settings.scheme == "none,down=w8a16"
         moved.append(moves)
         return costs
 
+    def load(source, dtype, quantize, *, policy, **_):
+        assert quantize is None  # the file has its codes
+        loaded.append(policy)
+        return lm
+
     monkeypatch.setattr(plan, "read_config", lambda *_: cfg)
+    monkeypatch.setattr(plan, "stored_scheme", lambda *_: "none,down=w8a16")
     monkeypatch.setattr(plan, "calibrate", calibrate)
-    monkeypatch.setattr(plan, "load", lambda *_, policy, **__: loaded.append(policy) or lm)
+    monkeypatch.setattr(plan, "load", load)
     monkeypatch.setattr(plan, "measure", lambda *_: (found, []))
 
     def run(**options):
@@ -295,6 +302,7 @@ def test_a_long_prefill_is_measured_on_shorter_prompts(seconds, text, prompt, mo
     assert trial.prompt == prompt and trial.capacity == task.capacity
     measured = []
     monkeypatch.setattr(plan, "read_config", lambda *_: cfg)
+    monkeypatch.setattr(plan, "stored_scheme", lambda *_: None)
     monkeypatch.setattr(plan, "calibrate", lambda *_, **__: costs)
     monkeypatch.setattr(plan, "load", lambda *_, **__: object())
 
@@ -324,6 +332,7 @@ def test_a_measurement_of_minutes_is_left_to_the_user(tmp_path, monkeypatch):
     monkeypatch.setenv("JAXLLAMA_CACHE", str(tmp_path))
     costs = dataclasses.replace(COSTS, decode=(60.0, 0.0, 0.0))
     monkeypatch.setattr(plan, "read_config", lambda *_: model_of(128, 1))
+    monkeypatch.setattr(plan, "stored_scheme", lambda *_: None)
     monkeypatch.setattr(plan, "calibrate", lambda *_, **__: costs)
     said = []
     task = plan.Task(2, 4, 3)

@@ -41,6 +41,7 @@ from jaxllama.checkpoints.hf.save import FOREIGN, GENERATION, OURS, index_file, 
 from jaxllama.checkpoints.hf.tables import tensor_table
 from jaxllama.checkpoints.packed import float4
 from jaxllama.checkpoints.packed import load as packed
+from jaxllama.checkpoints.packed.module import fuse
 from jaxllama.checkpoints.peft import Factors
 from jaxllama.checkpoints.safetensors import SafetensorsEntry, SafetensorsFile
 from jaxllama.config import ModelConfig
@@ -53,6 +54,7 @@ from jaxllama.typing import JsonObject, Leaf, ParamsDict
 
 if TYPE_CHECKING:
     from jaxllama.decoding.sampling import Sampling
+    from pallas_kernels.qtensor import QTensor
 
 __all__ = ["check_preset", "config_from_hf", "config_to_hf", "load", "read_config", "save"]
 
@@ -203,21 +205,8 @@ def load(
     if not directory.is_dir():
         raise JaxLlamaError(f"{directory}: no such directory")
     config = _read_config(directory)
-    found = _to_config(directory, config)
     with contextlib.ExitStack() as stack:
-        files = _text_tensors(directory, config, stack)
-        if found.n_layers > len(files):  # checked before a table of that many layers is made
-            raise JaxLlamaError(
-                f"{directory}: num_hidden_layers = {found.n_layers}, "
-                f"but there are only {len(files)} tensors"
-            )
-        found = _with_mtp(_tied_if_headless(directory, found, files), files)
-        files = _used(directory, found, files)
-        found = _untied(directory, found, files)
-        cfg = found if cfg is None else check_preset(cfg, found)
-        cfg = cfg.replace(mtp_layers=found.mtp_layers)
-        table = tensor_table(cfg, _shapes(files))
-        files = _in_pieces(files, table)
+        cfg, files, table = _opened(directory, config, cfg, stack)
         leaves = packed.plan(directory, config, table, files)
         plain = {path: spec for path, spec in table.items() if path not in leaves}
         known = {name for leaf in leaves.values() for name in leaf.names}
@@ -249,6 +238,46 @@ def load(
 
 
 Tensors = dict[str, tuple[SafetensorsFile, SafetensorsEntry]]
+
+
+def packed_examples(directory: str | Path) -> dict[str, QTensor]:
+    """Return a part of one weight of each name, "qkv" for example, that a checkpoint has in codes.
+
+    It is empty if all are floats. Raises JaxLlamaError as ``load`` does, before it reads weights.
+    """
+    found: dict[str, QTensor] = {}
+    directory = Path(directory)
+    config = _read_config(directory)
+    with contextlib.ExitStack() as stack:
+        _, files, table = _opened(directory, config, None, stack)
+        for (*_, name, _), leaf in packed.plan(directory, config, table, files).items():
+            part = next((p.read for p in leaf.parts if not isinstance(p.read, Param)), None)
+            if part is not None and name not in found:
+                found[name] = fuse([part()])
+    return found
+
+
+def _opened(
+    directory: Path, config: JsonObject, cfg: ModelConfig | None, stack: contextlib.ExitStack
+) -> tuple[ModelConfig, Tensors, dict[tensors.Path, Param]]:
+    """Return the model, its tensors, and the table of the tensors of each parameter.
+
+    cfg: as for ``load``.
+    """
+    found = _to_config(directory, config)
+    files = _text_tensors(directory, config, stack)
+    if found.n_layers > len(files):  # checked before a table of that many layers is made
+        raise JaxLlamaError(
+            f"{directory}: num_hidden_layers = {found.n_layers}, "
+            f"but there are only {len(files)} tensors"
+        )
+    found = _with_mtp(_tied_if_headless(directory, found, files), files)
+    files = _used(directory, found, files)
+    found = _untied(directory, found, files)
+    cfg = found if cfg is None else check_preset(cfg, found)
+    cfg = cfg.replace(mtp_layers=found.mtp_layers)
+    table = tensor_table(cfg, _shapes(files))
+    return cfg, _in_pieces(files, table), table
 
 
 def _text_tensors(directory: Path, config: JsonObject, stack: contextlib.ExitStack) -> Tensors:
