@@ -190,7 +190,6 @@ class Host:
             layout,
             hot,
             held,
-            place,
             host,
             {},
             self.views[layer, name],

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import errno
 import logging
 import os
 import struct
@@ -39,6 +40,7 @@ STALE = 3600.0  # age in seconds of an incomplete file whose writer counts as de
 _HEADER = struct.Struct("<8sQI44x")  # mark, bytes, CRC-32; 64 bytes
 _MARK = b"jlpage1\n"
 _SUFFIX = ".page"
+_OF_THE_PROCESS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # errors that say nothing of a file
 _log = logging.getLogger("jaxllama.serving")
 
 
@@ -106,10 +108,11 @@ class TierFiles:
             return False
         except (OSError, ValueError) as error:
             why = getattr(error, "strerror", None) or error
-            _log.warning("%s is damaged (%s): its tokens are computed again", path, why)
-            with contextlib.suppress(OSError):
-                os.unlink(path)
-            self._forget(name)
+            _log.warning("%s cannot be read (%s): its tokens are computed again", path, why)
+            if getattr(error, "errno", None) not in _OF_THE_PROCESS:
+                with contextlib.suppress(OSError):
+                    os.unlink(path)
+                self._forget(name)
             return False
         with self._lock:
             if name in self._sizes:
@@ -180,6 +183,8 @@ class TierFiles:
         """Read the names, sizes and times of all files, and delete what dead writers left."""
         self._looked, now = time.monotonic(), time.time()
         found = []
+        with self._lock:
+            before = dict(self._sizes)
         for entry in _entries(self.folder):
             with contextlib.suppress(OSError):
                 facts = entry.stat()
@@ -188,8 +193,11 @@ class TierFiles:
                 elif entry.name.endswith(_SUFFIX):
                     name = entry.name.removesuffix(_SUFFIX)
                     found.append((facts.st_mtime_ns, name, facts.st_size))
-        with self._lock:
-            self._sizes = collections.OrderedDict((name, size) for _, name, size in sorted(found))
+        with self._lock:  # other threads have written and deleted files since
+            gone = before.keys() - self._sizes.keys()
+            known = {name: size for _, name, size in sorted(found) if name not in gone}
+            known |= {name: size for name, size in self._sizes.items() if name not in before}
+            self._sizes = collections.OrderedDict(known)
             self.nbytes = sum(self._sizes.values())
 
 

@@ -106,7 +106,7 @@ class Block:
 
 @dataclasses.dataclass
 class TierCounts:
-    """What the tiers have given and hold. lost: pages that left the device before a copy began."""
+    """What the tiers have given. lost: records that left the device or host memory uncopied."""
 
     host_hits: int = 0
     host_hit_bytes: int = 0
@@ -278,11 +278,15 @@ class Tiers:
     def settle(self, seconds: float = CLOSING) -> bool:
         """Wait until all records are written that wait for it, at most so long."""
         until = time.monotonic() + seconds
-        while self._unwritten or self._writing:
+        while self._is_behind():
             if time.monotonic() > until:
                 return False
             time.sleep(0.005)
         return True
+
+    def _is_behind(self) -> bool:
+        with self._lock:
+            return bool(self._unwritten or self._writing)
 
     def close(self) -> None:
         """Write what waits, for at most ``CLOSING`` seconds, and end the threads."""
@@ -316,10 +320,10 @@ class Tiers:
     def _make(self, keys: Iterable[bytes]) -> None:
         """Begin to make blocks of the records that are not being made."""
         new = [key for key in keys if key not in self._making]
-        for _, alike in itertools.groupby(new, self._size):
+        for size, alike in itertools.groupby(new, self._size):
             for run in self.runs(list(alike)):
                 try:
-                    future = self._readers.submit(self._made, run)
+                    future = self._readers.submit(self._made, run, size)
                 except RuntimeError:  # closed
                     future = Future[Block]()
                     future.set_result(Block(np.empty((0, 0)), {}))
@@ -334,6 +338,7 @@ class Tiers:
         block = self._host.pop(key, None)
         if block is None:
             return
+        self._ahead.discard(key)
         self._blocks[block] -= 1
         if not self._blocks[block]:
             del self._blocks[block]
@@ -350,13 +355,13 @@ class Tiers:
 
     # In threads
 
-    def _made(self, keys: Sequence[bytes]) -> Block:
-        """Return a block of records from memory and disk, of those that can be read."""
+    def _made(self, keys: Sequence[bytes], size: int) -> Block:
+        """Return a block of records from memory and disk, of those that can be read.
+
+        size: bytes of a record, as ``_size`` found it: files may go at any time.
+        """
         rows: dict[bytes, int] = {}
-        size = 0
         try:
-            with self._lock:
-                size = self._size(keys[0])
             data = np.empty((self.size_of(len(keys)), size), np.uint8)
             found = {key: row for row, key in enumerate(keys) if self._read(key, data[row])}
             block = Block(self._pin(data) if found else data, found)
@@ -371,6 +376,7 @@ class Tiers:
                     if key in rows:
                         self._count("disk", size, awaited)
                     else:
+                        self._ahead.discard(key)
                         self._unreadable.add(key)
 
     def _read(self, key: bytes, out: np.ndarray) -> bool:

@@ -4,7 +4,7 @@
     transfers.take(most) -> [Arrived, ...]   blocks of them that are on the device now
     transfers.placed(n)                      a program that puts n of them into place is queued
     transfers.room() -> (pages, states)      how many may be copied for the tiers now
-    transfers.saved(keys, copies)            copies on the device go to host memory
+    transfers.saved(keys, copies, kind)      copies on the device go to host memory
 
 Contract. The engine's thread never waits for a transfer: it asks for what has arrived. The pages of
 at most ``STAGED`` blocks of the largest size lie on the device before they are put into place, and
@@ -214,7 +214,7 @@ class Transfers:
             self._room.notify()
 
     def wait(self, seconds: float) -> None:
-        """Wait until a group arrives, at most so long."""
+        """Wait until a group has arrived or copies are in host memory, at most so long."""
         if self._news.wait(seconds):
             self._news.clear()
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import functools
 import math
 import threading
 from collections.abc import Mapping, Sequence
@@ -183,7 +184,6 @@ class ExpertTensor:
     layout: ExpertLayout
     hot: Tree | None
     held: HotSlots
-    place: ExpertPlace
     host: dict[int, jax.Array]
     disk: dict[int, Extent]
     views: dict[int, tuple[jax.Array, ...]]  # of ``host``, on the CPU, if it computes experts
@@ -202,7 +202,7 @@ class ExpertTensor:
         """Whether the device holds all experts."""
         return not self.host and not self.disk
 
-    @property
+    @functools.cached_property
     def leaf_addresses(self) -> np.ndarray:
         """Addresses of the leaves of all experts in pinned memory: int32 ``[E, leaves, 2]``, low
         words before high ones."""
@@ -268,7 +268,7 @@ def put_experts(
     held = HotSlots.of(store, shape[0], place, learns)
     views = views_of(layout, host) if computes else {}
     addresses = None if disk else fetched_from(store, host, shape[0])
-    return ExpertTensor(shape, dtype, layout, hot, held, place, host, disk, views, addresses)
+    return ExpertTensor(shape, dtype, layout, hot, held, host, disk, views, addresses)
 
 
 def fetched_from(store: Store, host: Mapping[int, jax.Array], n_experts: int) -> jax.Array | None:

@@ -133,41 +133,37 @@ class Overlapped:
     def _load_weights(self, work: StepWork, previous: Tree, unit: ModelUnit) -> Future[Tree] | _Now:
         if not work.moves["weights"]:
             return _Now(work.load_weights(unit))
-        return self._load("weights", previous, work.load_weights, unit)
+        return self._load("weights", previous, None, work.load_weights, unit)
 
     def _load_cache(
         self, work: StepWork, previous: Tree, unit: ModelUnit, batch: int
     ) -> Future[Tree] | _Now:
         if not work.moves["cache"] or not unit.has_cache:
             return _Now(work.load_cache(unit, batch))
-        stored = self._stored.get((unit, batch))
-
-        def load() -> Tree:
-            if stored is not None:
-                stored.result()
-            return work.load_cache(unit, batch)
-
-        return self._load("cache", previous, load)
+        return self._load("cache", previous, (unit, batch), work.load_cache, unit, batch)
 
     def _load_hidden(self, work: StepWork, batch: int) -> Future[Tree] | _Now:
-        stored = self._stored.get(batch)
         if not work.moves["hidden"]:
             return _Now(work.load_hidden(batch))
-
-        def load() -> Tree:
-            if stored is not None:
-                stored.result()
-            return work.load_hidden(batch)
-
-        return self._load("hidden", None, load)
+        return self._load("hidden", None, batch, work.load_hidden, batch)
 
     def _load(
-        self, lane: str, previous: Tree, load: Callable[..., Tree], *arguments: Tree
+        self,
+        lane: str,
+        previous: Tree,
+        key: Key | None,
+        load: Callable[..., Tree],
+        *arguments: Tree,
     ) -> Future[Tree]:
-        """Load when ``previous``, the computation that used the memory, is done."""
+        """Load when ``previous``, the computation that used the memory, and the last store of
+        ``key`` are done.
+        """
+        stored = None if key is None else self._stored.get(key)
 
         def job() -> Tree:
             jax.block_until_ready(previous)
+            if stored is not None:
+                stored.result()
             return load(*arguments)
 
         return self._lanes[lane].submit(job)

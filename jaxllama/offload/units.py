@@ -64,7 +64,7 @@ class ModelUnit:
 
 
 def check_halves(cfg: ModelConfig, policy: Policy) -> None:
-    """Raise JaxLlamaError for a policy that splits a layer if both halves read the same stream."""
+    """Raise JaxLlamaError for a policy that the model cannot run under."""
     check_has_keys(
         cfg,
         **{

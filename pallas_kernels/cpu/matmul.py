@@ -207,8 +207,7 @@ class Matmul(Program):
     @property
     def x_factor(self) -> float:
         """The factor of x that undoes float4 codes' doubling and the scaling of 8-bit floats."""
-        is_doubled, is_scaled = self.is_float4, E4M3 in (self.codes, self.scale)
-        return (0.5 if is_doubled else 1.0) * (2.0**8 if is_scaled else 1.0)
+        return (0.5 if self.is_float4 else 1.0) * 2.0 ** (8 * (self.codes, self.scale).count(E4M3))
 
     @property
     def arguments(self) -> int:
@@ -721,16 +720,16 @@ class TilesOfRows(Body):
     def _word(self, pointer: Value, index: Value, kind: ir.Type | None = None) -> Value:
         return self.e.load(pointer, kind or self.e.F32, self.e.b.mul(index, self.e.i64(4)))
 
-    def _numbers(self, argument: int, dtype: str, index: Value, lanes: int = TILE) -> Value:
+    def _numbers(self, argument: int, dtype: str, index: Value) -> Value:
         """Scales or zeros as float32; of float8_e4m3fn 2^-8 times them."""
         e = self.e
         if dtype in (E4M3, E8M0):
-            byte = e.load(self.part(argument), e.vector(e.I8, lanes), index)
+            byte = e.load(self.part(argument), e.vector(e.I8, TILE), index)
             return e.widen_float8(byte, dtype)
         kind = {"float32": e.F32, "float16": e.F16, "bfloat16": e.I16, "int8": e.I8}
         size = np.dtype(jnp.dtype(dtype)).itemsize
         at = index * size
-        return e.widen(e.load(self.part(argument), e.vector(kind[dtype], lanes), at))
+        return e.widen(e.load(self.part(argument), e.vector(kind[dtype], TILE), at))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -47,7 +47,7 @@ _ROWS = 1 << 10  # of a weight that are laid out at a time
 @dataclasses.dataclass(frozen=True)
 class WeightForm:
     """n, k, dtype: of the weight as a QTensor.  scale, zero: the dtypes that they had there.
-    minimum: a floating zero stands beside code + 8, not beside the code.  activations: the
+    minimum: a floating zero stands beside code + 8, not beside the code.  activations, blocked: the
     QTensor's."""
 
     n: int
@@ -57,6 +57,7 @@ class WeightForm:
     zero: str | None
     minimum: bool
     activations: str | None
+    blocked: int | None = None
 
     @property
     def bits(self) -> int:
@@ -212,8 +213,8 @@ def restore(w: CpuWeight, codes: AnyArray | None = None) -> QTensor:
     if w.unit is not None:
         scale = scale.astype(np.float32) / w.unit.clip(np.finfo(np.float32).tiny)
         scale = (scale + np.float32(0.5)).astype(np.int8)
-    scale = scale.astype(form.scale)
-    return QTensor(q, scale, zero, form.activations, w.columns, w.input_scale, w.unit)
+    beside = form.activations, w.columns, w.input_scale, w.unit
+    return QTensor(q, scale.astype(form.scale), zero, *beside, blocked=form.blocked)
 
 
 def _codes(w: CpuWeight, lead: tuple[int, ...]) -> AnyArray:
@@ -274,6 +275,8 @@ def _reason(w: QTensor) -> str | None:
         if not low <= int(zero.min()) <= int(zero.max()) <= high:
             return f"w has zero points outside of {low} to {high}"
     if w.scale.dtype.name in (E4M3, E8M0):
+        if w.zero is not None and not np.issubdtype(w.zero.dtype, np.integer):
+            return "w has floating zero points beside scales of 8 bits"
         least = 255 if w.scale.dtype.name == E8M0 else 127  # the first code that is negative or NaN
         if np.any(np.asarray(w.scale).view(np.uint8) >= least):
             return "w has scales that are negative or NaN"
@@ -306,7 +309,8 @@ def _numbers(
                 kept = below
         kept = _narrow(kept)
     names = w.scale.dtype.name, None if zero is None else zero.dtype.name
-    form = WeightForm(len(scale), w.shape[-1], w.q.dtype.name, *names, minimum, w.activations)
+    rest = minimum, w.activations, w.blocked
+    form = WeightForm(len(scale), w.shape[-1], w.q.dtype.name, *names, *rest)
     return form, scale if names[0] in (E4M3, E8M0) else _narrow(scale), kept
 
 

@@ -241,7 +241,7 @@ def test_damaged_files_are_computed_again(family, tmp_path, caplog):
     with caplog.at_level("WARNING", "jaxllama.serving"):
         assert ask(eng, family=family)[0] == first
     told = [record.getMessage() for record in caplog.records]
-    assert told and all("is damaged (" in text and "computed again" in text for text in told)
+    assert told and all("cannot be read (" in text and "computed again" in text for text in told)
     eng.stop()
     assert len(records(tmp_path)) == len(files)
     again = tiered(family, tmp_path)
@@ -479,6 +479,60 @@ def test_a_slow_disk_gets_what_has_left_the_hosts_memory(tmp_path, monkeypatch):
     assert tiers.counts.lost == 10 - len(kept) and 0 < tiers.counts.lost <= 4
     assert 9 in kept
     tiers.close()
+
+
+def test_a_record_that_goes_before_it_is_read_leaves_the_others(tmp_path):
+    """Another thread or server may delete it while a block of several waits for a reader."""
+    files = TierFiles(tmp_path)
+    tiers = plain_tiers(3000, files, most=4)
+    tiers.put(*data(*range(4)))
+    assert tiers.settle()
+    tiers.forget_host()
+    read = tiers._made
+
+    def later(keys, size):
+        files.path(keys[0]).unlink()
+        files._forget(keys[0].hex())
+        return read(keys, size)
+
+    tiers._made = later
+    assert fetched(tiers, *range(4)) == [([1, 2, 3], 4)]
+    assert len(records(tmp_path)) == 3
+    tiers.close()
+
+
+def test_a_look_at_the_folder_keeps_what_others_do_meanwhile(tmp_path, monkeypatch):
+    files = TierFiles(tmp_path)
+    for number in (1, 2):
+        files.write(key_of(number), data(number)[1][0])
+    entries = tier_files._entries
+
+    def slowly(folder):
+        found = list(entries(folder))
+        assert all(entry.stat().st_size for entry in found)  # which an entry keeps
+        files.write(key_of(3), data(3)[1][0])
+        files.path(key_of(1)).unlink()
+        files._forget(key_of(1).hex())
+        return iter(found)
+
+    monkeypatch.setattr(tier_files, "_entries", slowly)
+    files._look()
+    assert (len(files), files.nbytes) == (2, 2 * 164)
+    assert [files.find(key_of(number)) for number in (1, 2, 3)] == [False, True, True]
+
+
+def test_a_process_without_descriptors_deletes_nothing(tmp_path, monkeypatch, caplog):
+    files = TierFiles(tmp_path)
+    files.write(key_of(1), data(1)[1][0])
+
+    def refused(*_, **__):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(tier_files, "open", refused, raising=False)
+    assert not files.read(key_of(1), np.empty(100, np.uint8))
+    assert "Too many open files" in caplog.text
+    monkeypatch.undo()
+    assert files.read(key_of(1), np.empty(100, np.uint8))
 
 
 def test_a_dead_writers_file_is_deleted(tmp_path):

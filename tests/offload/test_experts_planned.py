@@ -275,6 +275,7 @@ def test_plan_prints_slots_loads_and_what_the_cpu_computes(monkeypatch, tmp_path
         "sees_programs": False,
     }
     monkeypatch.setattr(plan, "read_config", lambda *_: cfg)
+    monkeypatch.setattr(plan, "stored_scheme", lambda *_: None)
     monkeypatch.setattr(plan, "calibrate", lambda *_, **__: machine(COSTS))
     monkeypatch.setattr(plan, "load", lambda *_, **__: None)
     monkeypatch.setattr(plan, "measure", lambda *_: (found, []))

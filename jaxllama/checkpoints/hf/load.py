@@ -19,7 +19,7 @@ import math
 import warnings
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -245,7 +245,7 @@ def packed_examples(directory: str | Path) -> dict[str, QTensor]:
 
     It is empty if all are floats. Raises JaxLlamaError as ``load`` does, before it reads weights.
     """
-    found: dict[str, QTensor] = {}
+    found: dict[str, Any] = {}
     directory = Path(directory)
     config = _read_config(directory)
     with contextlib.ExitStack() as stack:

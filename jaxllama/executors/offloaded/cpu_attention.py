@@ -38,7 +38,6 @@ class SplitCache:
     """A cache like ``LayerCache``. ``load`` returns the two parts after the prefill."""
 
     moves = False
-    stored = ()
 
     def __init__(self, shares: Shares, empty: Callable[[], LayerState]) -> None:
         self._shares, self.empty = shares, empty

@@ -207,7 +207,7 @@ class Offloaded:
     def logits(
         self, cfg: ModelConfig, params: Params, tokens: jax.Array, lengths: jax.Array
     ) -> jax.Array:
-        """Return the logits; the weights are loaded once for all rows."""
+        """Return the logits; weights but for single experts are loaded once for all rows."""
         hidden, weights = self._layers(cfg, params, tokens, lengths)
         logits = [programs.all_logits(cfg, weights, x) for x in hidden]
         return jnp.concatenate(logits) if len(logits) > 1 else logits[0]

@@ -31,7 +31,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections import deque
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -177,8 +176,8 @@ class ExpertTally:
 class ExpertWork:
     """The work of one run with experts that lie one by one.
 
-    counts: tokens that have passed each expert, ``[E]`` by layer; of a layer whose experts are all
-        on the device only with ``counts_all``, because its router is not waited for otherwise.
+    counts: tokens that have passed each expert, ``[E]`` by layer; of a layer that the device runs
+        by itself only with ``counts_all``, because its router is not waited for otherwise.
     fetched: what the layers counted that the device runs by itself.
     """
 
@@ -206,6 +205,11 @@ class ExpertWork:
     @property
     def _fetched_counts(self) -> list[int]:
         return [0] * 3 if self.fetched is None else np.asarray(self.fetched.counts).tolist()
+
+    def check(self) -> None:
+        """Raise what the CPU's part of a span has raised."""
+        if self._mailbox is not None:
+            self._mailbox.check()
 
     def reset(self) -> None:
         """Set all counts to zero."""
@@ -339,7 +343,7 @@ class ExpertWork:
             slots, heat = jax.device_get((tensors[0].held.slots, tensors[0].held.heat))
         order = np.arange(len(slots) - 1) if heat is None else np.argsort(-heat, kind="stable")
         cold = [int(expert) for expert in order if slots[expert] == slots[-1]]
-        return Ahead(tensors, cold[: AHEAD * GROUP], self._loaded, following.layer)
+        return Ahead(tensors, cold[: AHEAD * GROUP], self._loaded.ahead(following.layer))
 
     def _parts(self, layer: LayerConfig, weights: Tree) -> tuple[FlatParts, _Cold]:
         """Return a layer's parts, and those of its experts that are not on the device."""
@@ -359,8 +363,7 @@ class Ahead:
 
     tensors: Tensors
     experts: list[int]
-    loaded: LoadedExperts
-    layer: int
+    known: dict[int, Pieces]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -476,10 +479,8 @@ class _Cold:
         groups = _groups(to_load)
         sent = [(self.tensors, known, group) for group in groups]
         if ahead is not None:
-            later = ahead.loaded.ahead(ahead.layer)
-            sent += [(ahead.tensors, later, group) for group in _groups(ahead.experts)]
+            sent += [(ahead.tensors, ahead.known, group) for group in _groups(ahead.experts)]
             tally.ahead += len(ahead.experts)
-        running: deque[jax.Array] = deque()
 
         def begin(tensors: Tensors, known: dict[int, Pieces], group: list[int]) -> None:
             with record.watching("load weights", unit) as out:
@@ -495,9 +496,8 @@ class _Cold:
             pieces = [known[expert] if loads.keeps else known.pop(expert) for expert in group]
             y, done = self._with(y, routed, self._group(group, pieces, routed))
             del pieces
-            running.append(done)
             if number + AHEAD < len(sent):
-                jax.block_until_ready(running.popleft())
+                jax.block_until_ready(done)
                 begin(*sent[number + AHEAD])
         return y, _finished(computed, y.shape[0], unit, record)
 

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jaxllama.model.cache import LayerState
 from jaxllama.model.mixers.attention.state import KVCache
 from jaxllama.offload.policy import Shares
-from jaxllama.offload.store import Store
+from jaxllama.offload.store import Store, wait
 from jaxllama.typing import Tree
 
 TAIL = 16  # tokens a row that stay on the device between two writes of a snapshot
@@ -56,11 +56,6 @@ class LayerCache:
     @property
     def moves(self) -> bool:
         return self._shares.device < 100
-
-    @property
-    def stored(self) -> Tree:
-        """The tree of Stored pieces, for the byte accounts."""
-        return self._stored
 
     def load(self) -> LayerState:
         if not self.moves:
@@ -102,7 +97,7 @@ class LayerCache:
         self._held = 0
 
     def _replace(self, state: LayerState) -> None:
-        old, self._stored = self._stored, self._store.put(state, self._shares)
+        old, self._stored = self._stored, wait(self._store.put(state, self._shares))
         self._store.free(old)
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Generator
 from typing import Any
@@ -30,6 +31,7 @@ from jaxllama.offload.store import Store
 from pallas_kernels.cpu.mail import ANSWERED, POSTED, MailLayout
 from pallas_kernels.experts.mail import turn_at, words_of
 
+SECONDS = 10.0  # for turns that the device has to post before one that it will not
 # The last turn of each job, and the arguments of ``served``; None ends the thread.
 Jobs = queue.SimpleQueue[tuple[int, tuple[Any, ...]] | None]
 
@@ -70,15 +72,22 @@ class Mailbox:
         The body dispatches the program that posts them; if it raises, nobody waits for it.
         Raises what an earlier turn has raised.
         """
-        if self._failed:
-            raise self._failed[0]
+        self.check()
         first, self._turn = self._turn + 1, self._turn + experts.tables[0].shape[0]
         self._jobs.put((self._turn, (kind, sizes, self._start, words_of(first), experts)))
         try:
             yield
         except BaseException:
-            turn_at(self._memory.unsafe_buffer_pointer() + POSTED).value = self._turn
+            start, until = self._memory.unsafe_buffer_pointer(), time.monotonic() + SECONDS
+            while turn_at(start + ANSWERED).value < first - 1 and time.monotonic() < until:
+                time.sleep(1e-3)  # the device still posts earlier turns, over this one
+            turn_at(start + POSTED).value = self._turn
             raise
+
+    def check(self) -> None:
+        """Raise what a turn has raised."""
+        if self._failed:
+            raise self._failed[0]
 
 
 def _work(jobs: Jobs, memory: jax.Array, failed: list[BaseException]) -> None:

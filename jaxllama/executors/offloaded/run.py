@@ -195,9 +195,8 @@ class OffloadRun:
         return TokenPiece(*next_piece(self.cfg, self.capacity, batch.rows))
 
     def _layer_cache(self, kind: str, layer: int, batch: int) -> LayerCache | SplitCache:
-        empty = functools.partial(
-            _empty_state, self.cfg, layer, batch, self.capacity, self.kv_dtype
-        )
+        own = self.cfg.layers[layer]
+        empty = functools.partial(init_layer, own, batch, self.capacity, self.kv_dtype)
         if self.policy.cpu_attention and keeps_tokens(kind):
             return SplitCache(self.policy.cache, empty)
         by_row = self.cfg.attn_sparsity < 1 and self.moves["cache"] and kind == "attention"
@@ -330,6 +329,7 @@ class OffloadRun:
     def report(self) -> Report:
         """Return the report of the run's rows, on the host."""
         reports = jax.device_get([batch.rows.report for batch in self.batches])
+        self.experts.check()
         ints, written = (np.concatenate(parts, axis=1) for parts in zip(*reports, strict=True))
         return Report(ints[:, : self.rows], written[:, : self.rows])
 
@@ -577,7 +577,6 @@ class OffloadRun:
         slots = batch.pieces[0].slots if keeps_others else None
         with self.record("store cache", unit, index):
             home.save(jax.block_until_ready(cache), slots, self.filled)
-            wait(home.stored)
 
     def store_hidden(self, index: int, hidden: Tree) -> None:
         batch = self.batches[index]
@@ -589,7 +588,3 @@ class OffloadRun:
             stored = self.store.put(jax.block_until_ready(hidden), self.policy.activations)
             batch.hidden = wait(stored)
             self.store.free(old)
-
-
-def _empty_state(cfg: ModelConfig, layer: int, batch: int, capacity: int, dtype: str) -> LayerState:
-    return init_layer(cfg.layers[layer], batch, capacity, dtype)

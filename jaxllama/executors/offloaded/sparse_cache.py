@@ -36,7 +36,7 @@ from jaxllama.model.linear import Stream
 from jaxllama.model.mixers.attention.sparse import heaviest, kept_values
 from jaxllama.model.mixers.attention.state import KVCache
 from jaxllama.model.rope import Ropes, narrowed, widened
-from jaxllama.offload.store import Store, is_stored, on_device
+from jaxllama.offload.store import Store, is_stored, on_device, wait
 from jaxllama.typing import Tree
 from pallas_kernels.attention.rope_cache import from_cache_basis, rope_and_write
 from pallas_kernels.qtensor import QTensor
@@ -97,7 +97,7 @@ class SparseCache(LayerCache):
 
     def _replace(self, state: KVCache) -> None:
         old, put = self._stored, functools.partial(self._store.put, shares=self._shares)
-        self._stored = KVCache(put(state.k), put(state.v, pinned=False))
+        self._stored = wait(KVCache(put(state.k), put(state.v, pinned=False)))
         self._store.free(old)
 
 

@@ -67,6 +67,13 @@ def test_every_target_of_this_machine_computes_it(scheme, rows, target):
     assert error(by_hand(x, prepared(w), on=target), oracle(x, w)) < TOLERANCE
 
 
+def test_codes_and_scales_that_are_both_float8():
+    """Files may have them, of which ``quantized_matmul`` takes none."""
+    w, x = weight("fp8 groups", 32, 64), floats(3, 64)
+    w = dataclasses.replace(w, scale=np.asarray(w.scale, jnp.float8_e4m3fn))
+    assert error(by_hand(x, prepared(w)), oracle(x, w)) < TOLERANCE
+
+
 @pytest.mark.parametrize(
     ("one", "bits"), each_once(TARGETS, [4, 8]), ids=lambda x: getattr(x, "name", x)
 )

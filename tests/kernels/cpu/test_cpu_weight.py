@@ -102,7 +102,7 @@ def test_the_rest_of_a_qtensor_is_kept():
 
 def test_a_tree_goes_there_and_back():
     blocks = RowBlocks((weight("q4_0", 16, 64), np.ones((16, 64), np.float32)))
-    fp8 = quantize(jnp.ones((16, 64)), "float8_e4m3fn")
+    fp8 = quantize(jnp.ones((128, 128)), "fp8-block")
     params = {"a": {"weight": weight("q8_0", 32, 64)}, "b": blocks, "c": np.ones(3), "d": fp8}
     params["e"] = narrow = ones("int8", 16, 64, groups=8)
     found = prepare_tree(params)
@@ -137,6 +137,10 @@ def ones(dtype: str, *shape: int, groups: int = 1) -> QTensor:
     "w, said",
     [
         (ones("float8_e5m2", 16, 64), "codes of float8_e5m2"),
+        (
+            dataclasses.replace(weight("q4_1", 16, 64), scale=np.ones((16, 2), jnp.float8_e4m3fn)),
+            "floating zero points beside scales of 8 bits",
+        ),
         (QTensor(np.full((16, 64), np.nan, jnp.float8_e4m3fn), np.ones((16, 1))), "or NaN beside"),
         (ones("int8", 16, 64, groups=8), "groups of 8 columns"),
         (ones("int8", 2, 2, 16, 64), r"w \(2, 2, 16, 64\) is not \[N, K\]"),

@@ -52,12 +52,11 @@ def test_experts_that_lie_apart_have_the_bits_of_those_behind_one_another(scheme
     np.testing.assert_array_equal(np.asarray(program(x[order], one, table)), want[order])
 
 
-@pytest.mark.parametrize(
-    ("scheme", "gate"), each_once(CPU_SCHEMES, ["silu", "relu2", Clamped(7.0, 1.702)])
-)
+@pytest.mark.parametrize(("scheme", "gate"), each_once(CPU_SCHEMES, ["silu", "relu2", "clamped"]))
 @pytest.mark.parametrize("rows", [3, *slow(1, 9)])
 def test_layers_are_served_a_turn_each(scheme, rows, gate, tmp_path):
     """Where no kernel runs, the device's side is Python's. A pair's expert may be the device's."""
+    gate = Clamped(7.0, 1.702) if gate == "clamped" else gate
     layers, n_experts, width, a_token = 3, 3, 64, 2
     sizes = MailLayout(rows, width, rows * a_token)
     rng, kept, products = np.random.default_rng(rows), [], []
