@@ -194,16 +194,17 @@ class Emitter:
         return self.widen(self.b.bitcast(wide << shift, vector(F16, count)))
 
     def float8_pairs(self, value: Value) -> list[Value]:
-        """64 bytes of float8_e4m3fn, four of each of 16 rows, as 2^-8 times them in float32.
+        """Bytes of float8_e4m3fn, four of each row, as 2^-8 times them in float32.
 
         Two vectors: of each row the first and third number, and the second and fourth.
         """
-        b, kind = self.b, vector(I16, 32)
-        one, mask = ir.Constant(kind, [1] * 32), ir.Constant(kind, [0xBF80] * 32)
+        b, count = self.b, value.type.count // 2
+        kind = vector(I16, count)
+        one, mask = ir.Constant(kind, [1] * count), ir.Constant(kind, [0xBF80] * count)
         words = b.bitcast(value, kind)
         # A float16 has one bit more in its exponent, which is above the others and stays 0.
         found = [b.ashr(v, one) & mask for v in (words << 8, words)]
-        return [b.fpext(b.bitcast(v, vector(F16, 32)), vector(F32, 32)) for v in found]
+        return [b.fpext(b.bitcast(v, vector(F16, count)), vector(F32, count)) for v in found]
 
     def narrow(self, value: Value, dtype: str) -> Value:
         """A vector of float32 in float32, float16 or bfloat16 (as 16-bit integers), to nearest."""

@@ -107,8 +107,7 @@ def shared_rows(m: int, form: WeightForm, target: Target) -> int:
 
 def rows_in_registers(m: int, form: WeightForm, target: Target) -> int:
     """The same where sums lie in registers."""
-    # A row's sums beside float8 are two vectors, of which each is four registers of NEON.
-    most = 2 if target.name == "neon" and form.dtype == E4M3 else target.rows
+    most = max(target.rows, 4) if form.dtype == E4M3 else target.rows  # in halves of a tile
     return next(r for r in (1, 2, 4, 8) if r >= min(m, most))
 
 
@@ -657,12 +656,12 @@ class TilesOfRows(Body):
         """Return each row's sum over group g of w's codes times x, with x's scales applied."""
         e, count = self.e, self.p.group // self.p.block
         if self.p.is_float8:
-            sums = [e.splat(e.f32(0.0), 2 * TILE)] * len(rows)
-            many = self.blocks // self.groups  # no constant, so that LLVM does not unroll the loop
-            first = g * many
-            sums = e.loop(many, lambda j, *s: self._float8_block(q, first + j, rows, s), sums)
-            even, odd = range(0, 2 * TILE, 2), range(1, 2 * TILE, 2)
-            return [e.pick(v, v, even) + e.pick(v, v, odd) for v in sums]
+            # A row's sums are two vectors of 16, for more than two of which AVX2 and NEON have no
+            # registers.
+            if len(rows) <= 2 or e.target.rows == 8:
+                return self._float8_sums(q, g, rows, 0, TILE)
+            halves = [self._float8_sums(q, g, rows, first, 8) for first in (0, 8)]
+            return [e.join(a, b) for a, b in zip(*halves, strict=True)]
         zeros = [e.floats(0.0)] * len(rows)
         if 0 < count <= 4:
             sums, first = zeros, g * count
@@ -673,23 +672,35 @@ class TilesOfRows(Body):
         many = self.blocks_of_group
         return e.loop(many, lambda j, *s: self._block(q, first + j, rows, list(s)), zeros)
 
-    def _float8_block(
-        self, q: Value, block: Value, rows: list[_Row], sums: Sequence[Value]
+    def _float8_sums(
+        self, q: Value, g: Value, rows: list[_Row], first: int, count: int
     ) -> list[Value]:
-        """The rows' sums, two of each output side by side, with a block's products."""
-        e, made = self.e, list(sums)
-        column = block * self.p.block
-        at = e.at(q, column * TILE)
-        for four in range(self.p.block // 4):
-            e.prefetch(at, 64 * four + AHEAD)
-            pairs = e.float8_pairs(e.load(at, e.vector(e.I8, 64), 64 * four))
-            for i, row in enumerate(rows):
-                x = e.at(row.codes, column * 4)
-                for j, pair in enumerate(pairs):
-                    two = e.splat(e.load(x, e.I64, 16 * four + 8 * j))
-                    two = e.b.bitcast(two, e.vector(e.F32, 2 * TILE))
-                    made[i] = e.fma(pair, two, made[i])
-        return made
+        """Each row's sums over group g for ``count`` of the tile's outputs, from ``first`` on.
+
+        Two sums of an output lie side by side until the group ends.
+        """
+        e = self.e
+        many = self.blocks // self.groups  # no constant, so that LLVM does not unroll the loop
+
+        def block(j: Value, *sums: Value) -> list[Value]:
+            made = list(sums)
+            column = (g * many + j) * self.p.block
+            at = e.at(q, column * TILE)
+            for four in range(self.p.block // 4):
+                e.prefetch(at, 64 * four + AHEAD)
+                codes = e.load(at, e.vector(e.I8, 4 * count), 64 * four + 4 * first)
+                pairs = e.float8_pairs(codes)
+                for i, row in enumerate(rows):
+                    x = e.at(row.codes, column * 4)
+                    for k, pair in enumerate(pairs):
+                        two = e.splat(e.load(x, e.I64, 16 * four + 8 * k), count)
+                        two = e.b.bitcast(two, e.vector(e.F32, 2 * count))
+                        made[i] = e.fma(pair, two, made[i])
+            return made
+
+        sums = e.loop(many, block, [e.splat(e.f32(0.0), 2 * count)] * len(rows))
+        even, odd = range(0, 2 * count, 2), range(1, 2 * count, 2)
+        return [e.pick(v, v, even) + e.pick(v, v, odd) for v in sums]
 
     def _block(self, q: Value, block: Value, rows: list[_Row], sums: list[Value]) -> list[Value]:
         e, b, p = self.e, self.e.b, self.p
