@@ -280,11 +280,9 @@ def _read(order: _Order, added: peft.Factors | None) -> _Model:
             f"{source}: merge goes into the floats of a Hugging Face directory, and this has none: "
             "leave merge out, and the adapter stands beside the weights"
         )
-    if order.quantize is not None and is_packed:  # codes are not rounded again
-        raise JaxLlamaError(
-            f"{source}: its weights are already quantized, so quantize={order.quantize!r} is not "
-            "for it: leave that out, or start from the model in floats"
-        )
+    scheme = order.quantize if order.place is None else order.place.scheme
+    if is_packed and scheme is not None:  # codes are not rounded again
+        order = dataclasses.replace(order, quantize=_for_codes(source, path, scheme, order.place))
     keeps_codes = not order.exact and order.quantize is None and (is_gguf or is_packed)
     keeps_codes = keeps_codes and _has_handlers(order.place, grid, order.dtype)
     here = _laid_out if keeps_codes else lambda _, leaf: jax.device_put(leaf)
@@ -296,6 +294,21 @@ def _read(order: _Order, added: peft.Factors | None) -> _Model:
     if str(source) in preset_names():
         hf.check_preset(load_config(source), model.cfg)
     return dataclasses.replace(model, params=params, sampling=sampling)
+
+
+def _for_codes(source: str | Path, path: Path, scheme: str, place: Placement | None) -> str:
+    """Return the scheme that gives FP8 codes of a packed checkpoint activations in FP8, too.
+
+    Raises JaxLlamaError for another scheme, other codes, or a policy.
+    """
+    if scheme == "fp8-block-a8" and place is None:
+        codes = f"{stored_scheme(path)},"
+        if (found := codes.replace("=fp8-block,", f"={scheme},")) != codes:
+            return found.removesuffix(",")
+    raise JaxLlamaError(
+        f"{source}: its weights are already quantized, so quantize={scheme!r} is not for it: "
+        "leave that out, or start from the model in floats"
+    )
 
 
 def _of_gguf(path: Path, order: _Order, here: Place, keeps_codes: bool) -> _Model:

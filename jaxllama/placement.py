@@ -43,7 +43,7 @@ DIRECTORY = "JAXLLAMA_OFFLOAD_DIR"  # environment variable: folder of the disk's
 
 def disk_folder() -> Path:
     """Return the folder of the disk's share: the environment's, or one beside cached weights."""
-    return Path(os.environ.get(DIRECTORY) or hub.cache_dir() / "offload")
+    return Path(os.environ.get(DIRECTORY) or hub.cache_dir() / "offload").expanduser()
 
 
 def scheme_of(policy: Policy, scheme: str | None) -> str | None:

@@ -37,6 +37,7 @@ from jaxllama.checkpoints import hub
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
 from jaxllama.executors.offloaded.executor import kv_dtype_of, offloaded
+from jaxllama.files import write_text
 from jaxllama.language_model import LanguageModel
 from jaxllama.loading import (
     default_dtype,
@@ -126,13 +127,18 @@ def run(asked: PlanRequest, progress: Progress = lambda _: None) -> JsonObject:
         raise JaxLlamaError(
             f"plan: {cfg.name} is no mixture, so no experts are placed by their use"
         )
+    stored = None if random else stored_scheme(source, revision)
+    scheme = scheme_of(base, asked.scheme)
+    if None not in (scheme, stored):
+        raise JaxLlamaError(
+            f"{source}: its weights are already quantized, so {scheme} is not for it"
+        )
+    scheme = scheme or stored
     if asked.calibrate_on is not None:
         progress(f"measuring the experts' use: {asked.calibrate_on}")
         expert_use = use_on(source, asked.calibrate_on, dtype, asked.scheme, random, revision)
     if expert_use is not None:
         ExpertUse.load(expert_use)  # a file that is none is an error before anything is measured
-    stored = None if random else stored_scheme(source, revision)
-    scheme = scheme_of(base, asked.scheme) or stored
     settings = PlannerSettings(dtype, kv_dtype_of(base, asked.kv_dtype, dtype), scheme)
     limits = _limits(asked.limits)
     if policy is None:
@@ -174,7 +180,7 @@ def run(asked: PlanRequest, progress: Progress = lambda _: None) -> JsonObject:
         lm = load(source, dtype, rounding, policy=policy, random=random, revision=revision)
         found, events = measure(lm, trial, settings, progress)
         found["prompt_tokens"] = trial.prompt
-        known.write_text(json.dumps(found), encoding="utf-8")
+        write_text(known, json.dumps(found))
         if timeline is not None:
             draw(events, timeline, f"{cfg.name}: {policy}")
     measured_prompt = found.get("prompt_tokens", task.prompt)

@@ -62,6 +62,7 @@ from jaxllama.executors.offloaded.layer_cache import snapshot_columns
 from jaxllama.executors.offloaded.programs import embed_tokens, head_logits
 from jaxllama.executors.offloaded.room import cache_shapes, hidden_bytes
 from jaxllama.executors.offloaded.run import OffloadRun
+from jaxllama.files import write_text
 from jaxllama.language_model import LanguageModel
 from jaxllama.model.records import Hidden
 from jaxllama.offload.policy import Policy
@@ -173,7 +174,7 @@ def calibrate(
     result = _Measure(small, settings, chunk, progress, moves, extent, widths).run()
     path = whole if moves else resident
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(dataclasses.asdict(result), indent=1))
+    write_text(path, json.dumps(dataclasses.asdict(result), indent=1))
     return result
 
 

@@ -192,9 +192,11 @@ def _machine(on: Target) -> TargetMachine:
 
 
 def cache_folder() -> Path:
-    """Beside jaxllama's other caches: ``JAXLLAMA_CACHE``, or ``~/.cache/jaxllama``."""
-    root = os.environ.get("JAXLLAMA_CACHE") or Path.home() / ".cache" / "jaxllama"
-    return Path(root) / "cpu"
+    """Beside jaxllama's other caches: ``JAXLLAMA_CACHE``, or jaxllama/ in the XDG cache folder."""
+    if ours := os.environ.get("JAXLLAMA_CACHE"):
+        return Path(ours).expanduser() / "cpu"
+    xdg = os.environ.get("XDG_CACHE_HOME")
+    return (Path(xdg) if xdg else Path.home() / ".cache") / "jaxllama" / "cpu"
 
 
 def _hash(program: Program, on: Target) -> str:

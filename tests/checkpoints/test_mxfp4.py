@@ -13,6 +13,7 @@ import jaxllama as jl
 from jaxllama.checkpoints.hf import load as hf
 from jaxllama.checkpoints.packed import save as packed
 from jaxllama.errors import JaxLlamaError
+from jaxllama.loading import stored_scheme
 from pallas_kernels.qtensor import QTensor, dequantize
 from tests.helpers.parity_cases import CASES, _family
 from tests.helpers.seeded import seeded_params
@@ -58,6 +59,7 @@ def test_blocks_are_read_and_written_bit_for_bit(saved):
     cfg, read = hf.load(path)
     assert cfg.replace(name=CFG.name) == CFG
     jax.tree.map(np.testing.assert_array_equal, read, params)
+    assert stored_scheme(path) == "none,experts_gate_up=mxfp4,experts_down=mxfp4"
     with contextlib.ExitStack() as stack:
         files = hf.open_tensors(path, stack)
         name = "model.layers.1.mlp.experts.gate_up_proj"

@@ -571,3 +571,40 @@ def leaves_by_path(params) -> dict[tuple[str, ...], tuple[Any, ...]]:
         for path, w in flatten(params).items()
         if isinstance(w, QTensor)
     }
+
+
+@pytest.mark.parametrize(
+    "case", ["awq", "gptq", "packed", "fp8-blocks", "nvfp4", "fp8-compressed-blocks"]
+)
+def test_a_checkpoint_without_the_model_s_prefix_is_the_same(tmp_path, case) -> None:
+    """As bare decoders have their names, and multimodal models others; and those in a config."""
+    tensors, config = tensors_of(case)
+    name, ignored = "model.layers.0.self_attn.o_proj", {}
+    if case == "fp8-compressed-blocks":
+        tensors = {key: x for key, x in tensors.items() if not key.startswith(f"{name}.")}
+        tensors[f"{name}.weight"] = np.ones((32, 32), np.float32)
+        ignored = {"ignore": [name]}
+    own = {**config["quantization_config"], **ignored}
+    oracle.save(tmp_path / "whole", tensors, {**config, "quantization_config": own})
+    bare = {key.removeprefix("model."): x for key, x in tensors.items()}
+    if ignored:
+        own = {**own, "ignore": [name.removeprefix("model.")]}
+    oracle.save(tmp_path / "bare", bare, {**config, "quantization_config": own})
+    got, want = (hf.load(tmp_path / folder)[1] for folder in ("bare", "whole"))
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+def test_fp8_blocks_get_activations_in_fp8(tmp_path) -> None:
+    folder = write_case(tmp_path / "m", "fp8-blocks-of-128")[0]
+    lm = jl.load(folder, quantize="fp8-block-a8", exact=True)
+    mlp, table = lm.params["layer_0"]["mlp"], lm.params["embed"]["weight"]
+    assert mlp["down"]["weight"].activations == "float8_e4m3fn" and not isinstance(table, QTensor)
+    assert "head" not in lm.params
+    other = write_case(tmp_path / "other", "awq")[0]
+    for path, options in (
+        (folder, {"quantize": "w4a16"}),
+        (folder, {"policy": "0 100 100 0 100 0 compress_weight=true"}),
+        (other, {"quantize": "fp8-block-a8"}),
+    ):
+        with pytest.raises(JaxLlamaError, match="weights are already quantized, so quantize="):
+            jl.load(path, **options)

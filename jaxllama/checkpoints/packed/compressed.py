@@ -103,11 +103,11 @@ def reader(config: JsonObject) -> Reader:
 
     def part(module: Module) -> PackedPart | None:
         scheme = None
-        if _rank(ignored, module.name) is None:
+        if _rank(ignored, module) is None:
             matches = [
                 (rank, found)
                 for targets, found in schemes
-                if (rank := _rank(targets, module.name)) is not None
+                if (rank := _rank(targets, module)) is not None
             ]
             scheme = min(matches, key=lambda pair: pair[0])[1] if matches else None
         return None if scheme is None else _part(module, scheme)
@@ -132,14 +132,14 @@ def _targets(read: JsonReader, key: str) -> list[str | re.Pattern[str]]:
     return targets
 
 
-def _rank(targets: list[str | re.Pattern[str]], name: str) -> int | None:
+def _rank(targets: list[str | re.Pattern[str]], module: Module) -> int | None:
     """Return how closely the targets name a Linear: 0 by name, 1 by pattern, 2 by class."""
     ranks = []
     for target in targets:
         if isinstance(target, re.Pattern):
-            ranks += [1] if target.match(name) else []
-        elif target in (name, _CLASS):
-            ranks.append(0 if target == name else 2)
+            ranks += [1] if any(map(target.match, module.names)) else []
+        elif target in (*module.names, _CLASS):
+            ranks.append(2 if target == _CLASS else 0)
     return min(ranks, default=None)
 
 

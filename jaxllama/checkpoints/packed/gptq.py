@@ -74,7 +74,7 @@ def reader(config: JsonObject) -> Reader:
             return None
         bits, group_size = default
         for pattern, override in rules:
-            if pattern.match(module.name):
+            if any(map(pattern.match, module.names)):
                 override_reader = JsonReader(
                     override, f"quantization_config.dynamic[{module.name!r}]."
                 )

@@ -158,7 +158,8 @@ def _experts(spec: Param, parts: list[QTensor | np.ndarray]) -> QTensor:
         raise JaxLlamaError(f"{name}: experts of one layer are quantized in different ways")
     if w.columns is not None or w.input_scale is not None:
         raise JaxLlamaError(f"{name}: experts with act-order or static activations are not read")
-    if w.activations is not None and w.activations != np.dtype(w.q.dtype).name != "int8":
+    is_fp8 = w.activations == np.dtype(w.q.dtype).name == "float8_e4m3fn"
+    if w.activations is not None and not is_fp8:
         raise JaxLlamaError(f"{name}: experts with {w.activations} activations are not read")
 
     def stack(rows: ArrayOrNumpy | None) -> ArrayOrNumpy | None:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 Tensors = Mapping[str, tuple[SafetensorsFile, SafetensorsEntry]]
 Floats = Callable[[Param], np.ndarray]
 FLOATS = ("F16", "BF16", "F32")
+_CODES = ("weight", "weight_packed", "qweight")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +72,17 @@ class Module:
         return found.astype(np.int32)
 
     def read(self, tensor: str) -> np.ndarray:
-        return self.files[f"{self.name}.{tensor}"][0].read(f"{self.name}.{tensor}")
+        file, info = self.files[f"{self.name}.{tensor}"]
+        return file.read(info.name)  # the file's own name, which ``hf.load`` may have changed
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names by which a config may mean this Linear: ours, and its file's."""
+        kind = next((kind for kind in _CODES if self.has(kind)), None)
+        if kind is None:
+            return (self.name,)
+        info = self.files[f"{self.name}.{kind}"][1]
+        return self.name, info.name.removesuffix(f".{kind}")
 
     def part(self, read: Callable[[], QTensor], *tensors: str) -> PackedPart:
         return PackedPart(

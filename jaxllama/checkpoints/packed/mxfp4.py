@@ -83,7 +83,8 @@ def _check(source: TensorSource, files: Tensors) -> tuple[str, str]:
 def _read(source: TensorSource, files: Tensors) -> QTensor:
     from pallas_kernels.qtensor import QTensor
 
-    blocks, scales = (files[name][0].read(name) for name in _names(source))
+    found = (files[name] for name in _names(source))
+    blocks, scales = (file.read(info.name) for file, info in found)
     if (scales == _NAN).any():
         raise files[_names(source)[1]][0].error(f"tensor {source.name + '_scales'!r}: NaN")
     order = source.row_order()
