@@ -103,6 +103,8 @@ class Delivery:
             return
         n_tokens = len(news["tokens"])
         if not n_tokens:  # all of them are the listener's already
+            if live.reason is not None:  # and the answer has ended among them
+                self.end(live.sequence.request.id, live.reason, **news)
             return
         is_first = live.first_time is None
         seconds, live.last_time = now - live.last_time, now

@@ -488,11 +488,13 @@ class Engine:
         self.arrivals += 1
         self.counts["prompt_tokens"] += len(request.prompt)
         live = self._delivery.follow(sequence, on_event, matcher, with_text)
-        if request.begun and self._recomputes:
-            live.to_skip = len(request.begun)
-        elif request.begun:
-            live.begin(request.begun)
         try:
+            if self.asleep:  # since the request was submitted
+                raise JaxLlamaError("the engine sleeps: wake it first")
+            if request.begun and self._recomputes:
+                live.to_skip = len(request.begun)
+            elif request.begun:
+                live.begin(request.begun)
             if self.adapters is not None:
                 self.adapters.number(request.adapter)
             self.scheduler.add(sequence)
@@ -524,8 +526,18 @@ class Engine:
             The events of each request, by its id.
         """
         events: dict[str, list[Event]] = {}
-        for request in requests:
-            self.submit(request, events.setdefault(request.id, []).append)
+        try:
+            for request in requests:
+                while self._inbox.waiting(self.scheduler.waiting) >= self.options.max_queue:
+                    self.step()
+                heard: list[Event] = []
+                self.submit(request, heard.append)
+                events[request.id] = heard
+        except BaseException:
+            for id in events:
+                self.cancel(id)
+            self.step()
+            raise
         while self.step():
             pass
         return events

@@ -110,19 +110,21 @@ class Journal:
     def finish(self, id: str, answer: str) -> None:
         """Store an answer and drop its body; the oldest answers beyond ``KEPT`` are deleted.
 
-        A journal that keeps bodies drops and deletes nothing.
+        A journal that keeps bodies drops and deletes nothing. Otherwise a call gets a second number
+        when it is answered, since its age counts from its end.
         """
         with self._using("written"):
-            body = "" if self._keeps_bodies else ", body = ''"
+            renewed = ", body = '', number = (SELECT max(number) + 1 FROM calls)"
+            more = "" if self._keeps_bodies else renewed
             self._db.execute(
-                f"UPDATE calls SET answer = ?{body} WHERE id = ? AND answer IS NULL", (answer, id)
+                f"UPDATE calls SET answer = ?{more} WHERE id = ? AND answer IS NULL", (answer, id)
             )
             if self._keeps_bodies:
                 return
             self._db.execute(
                 "DELETE FROM calls WHERE answer IS NOT NULL AND number <= "
                 "(SELECT max(number) FROM calls) - ?",
-                (KEPT,),
+                (2 * KEPT,),
             )
 
     def check_writable(self) -> None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
+from collections.abc import Iterable
 from typing import Literal
 
 import numpy as np
@@ -139,15 +141,17 @@ class Request:
     begun: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "prompt", tuple(int(token) for token in self.prompt))
-        object.__setattr__(self, "begun", tuple(int(token) for token in self.begun))
-        ends = tuple(int(token) for token in self.stop_token_ids)
-        object.__setattr__(self, "stop_token_ids", ends)
-        if self.allowed_token_ids is not None:
-            allowed = tuple(int(token) for token in self.allowed_token_ids)
-            object.__setattr__(self, "allowed_token_ids", allowed)
-        if self.forced is not None:
-            object.__setattr__(self, "forced", tuple(int(token) for token in self.forced))
+        for name in ("prompt", "begun", "stop_token_ids", "allowed_token_ids", "forced"):
+            value = getattr(self, name)
+            if value is None and name in ("allowed_token_ids", "forced"):
+                continue
+            try:
+                ids = tuple(operator.index(token) for token in value)
+            except TypeError:
+                raise JaxLlamaError(f"{name} = {short(value)}: must be token ids") from None
+            object.__setattr__(self, name, ids)
+        if isinstance(self.stop, str) or not isinstance(self.stop, Iterable):
+            raise JaxLlamaError(f"stop = {short(self.stop)}: must be strings")
         object.__setattr__(self, "stop", tuple(self.stop))
         # Wrong types are refused here, because the engine's thread computes with these values.
         for name, kind in _KINDS.items():

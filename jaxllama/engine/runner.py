@@ -233,7 +233,7 @@ class Runner:
         calls = [
             *self._moves(plan),
             *self._admissions(with_state),
-            *self._states(with_state),
+            *self._states(with_state, plan.orphans),
             *self._admissions(others),
             *self._copies(plan),
             *self._fills(plan.fills),
@@ -319,12 +319,13 @@ class Runner:
         return slots
 
     def _states(
-        self, prefixes: Mapping[Sequence, Prefix]
+        self, prefixes: Mapping[Sequence, Prefix], orphans: list[Prefix]
     ) -> Iterator[Callable[[], device.BatchState]]:
         """Yield the calls that put states into slots, and into snapshots where there is room."""
-        for sequence, prefix in prefixes.items():
+        placed = [(sequence.own_slot, prefix) for sequence, prefix in prefixes.items()]
+        for slot, prefix in (*placed, *((NOBODY, orphan) for orphan in orphans)):
             row = NOBODY if prefix.snapshot is None else prefix.snapshot
-            where = np.array([sequence.own_slot, row], np.int32)
+            where = np.array([slot, row], np.int32)
             yield lambda where=where, state=prefix.state: self._load_state(where, state)
 
     def _load_state(self, where: np.ndarray, state: OnDevice) -> device.BatchState:

@@ -182,7 +182,8 @@ class TurnPlan:
     generates up to ``budgets`` tokens in up to ``steps`` passes, and at least one token in each
     pass. preempted: sequences that wait again. started: sequences that are running from now on.
     prefixes: known prefixes of the admitted sequences. Before all of that it copies the pages and
-    snapshots of ``saves`` for the tiers, and puts the pages of ``loads`` into place.
+    snapshots of ``saves`` for the tiers, and puts the pages of ``loads`` into place. orphans:
+    prefixes of preempted newcomers, whose states go to their snapshots, which others may know.
     """
 
     preempted: list[Sequence]
@@ -194,11 +195,12 @@ class TurnPlan:
     prefixes: dict[Sequence, Prefix] = dataclasses.field(default_factory=dict)
     saves: tuple[list[Save], list[Save]] = dataclasses.field(default_factory=lambda: ([], []))
     loads: list[Arrived] = dataclasses.field(default_factory=list)
+    orphans: list[Prefix] = dataclasses.field(default_factory=list)
 
     @property
     def is_idle(self) -> bool:
         """Whether the device has nothing to do."""
-        work = self.prefixes, self.fills, self.budgets, *self.saves, self.loads
+        work = self.prefixes, self.fills, self.budgets, *self.saves, self.loads, self.orphans
         return not any(work)
 
     def unsure(self, sequence: Sequence) -> int:
@@ -352,6 +354,7 @@ class Scheduler:
 
     def plan(self) -> TurnPlan:
         self._preempted: list[Sequence] = []
+        self._orphans: list[Prefix] = []
         self._newcomers: dict[Sequence, Prefix] = {}
         self._retire()
         saves, loads = self.saves(), self._arrived()
@@ -377,6 +380,7 @@ class Scheduler:
             self._newcomers,
             saves,
             loads,
+            self._orphans,
         )
         for sequence, budget in budgets.items():
             self.pages.grow(sequence.held, self._growth(sequence, budget))
@@ -560,7 +564,7 @@ class Scheduler:
             for other in self.admitted
             if other.request.priority < sequence.request.priority
             and other.urgency > sequence.urgency
-            and (self.recompute or not other.output)
+            and (self.recompute or not (other.output or other.ahead))
         ]
 
     def _start(self, sequence: Sequence, prefix: Prefix) -> None:
@@ -610,7 +614,10 @@ class Scheduler:
         prefix = self._newcomers.pop(victim, None)
         if prefix is not None and prefix.state is not None:
             assert self._transfers is not None
-            self._transfers.placed()  # nobody will use the state
+            if prefix.snapshot is None:
+                self._transfers.placed()  # nobody will use the state
+            else:
+                self._orphans.append(prefix)
         self.finish(victim)
         self._preempted.append(victim)
         self.take(victim)

@@ -60,6 +60,15 @@ def began(monkeypatch) -> list[tuple[str, list[str]]]:
     return found
 
 
+def test_an_answer_may_end_among_the_tokens_that_its_listener_has(lm):
+    """Rows of a block generate these anew, and a stop token may be among them."""
+    engine = Engine(lm, max_len=96)
+    tokens = [token for event in engine.generate(REQUESTS[:1])["a"] for token in event.tokens]
+    again = dataclasses.replace(REQUESTS[0], begun=tokens[:6], stop_token_ids=(tokens[2],))
+    [event] = engine.generate([again])["a"]
+    assert (event.finish_reason, event.tokens) == ("stop", ())
+
+
 def test_requests_get_the_tokens_of_generate_in_blocks_that_others_join(lm, began):
     engine = Engine(lm, max_len=96)
     events = engine.generate(REQUESTS)

@@ -455,6 +455,39 @@ def test_an_answer_goes_on_after_the_tokens_that_it_has(options):
 
 
 @pytest.mark.slow
+def test_tokens_that_a_grammar_does_not_have_end_their_own_request(monkeypatch):
+    eng, told = engine("llama"), {"bad": [], "late": [], "good": []}
+    bad = Request("bad", (5,), 8, grammar=Grammar("regex", "a+"), begun=(98,))
+    check = eng.admission.check
+
+    def slowly(request):  # the engine goes to sleep meanwhile
+        found = check(request)
+        eng.sleep("keep")
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(eng.admission, "check", slowly)
+        eng.submit(Request("late", (5,), 2), told["late"].append)
+    eng.step()
+    eng.wake()
+    eng.submit(bad, told["bad"].append)
+    eng.submit(Request("good", (5,), 2), told["good"].append)
+    while eng.step():
+        pass
+    assert [told[name][-1].finish_reason for name in told] == ["error", "error", "length"]
+    assert "sleeps" in str(told["late"][-1].error) and "grammar" in str(told["bad"][-1].error)
+
+
+def test_generate_takes_more_requests_than_may_wait_and_leaves_none_behind(monkeypatch):
+    eng = engine("llama")
+    monkeypatch.setattr(eng, "options", dataclasses.replace(eng.options, max_queue=1))
+    requests = [Request(f"r{number}", (5, number), 2) for number in range(6)]
+    assert all(events[-1].finish_reason for events in eng.generate(requests).values())
+    with pytest.raises(jl.JaxLlamaError):
+        eng.generate([requests[0], Request("long", (5,), 10**6)])
+    assert eng.generate(requests[:1])["r0"][-1].finish_reason == "length"
+
+
 def test_long_rows_are_decoded_by_a_program_of_their_own(monkeypatch):
     """As on a GPU: what looks at two pages of a row, and what looks at all."""
     two = property(lambda options: (2, options.row_pages))
@@ -645,6 +678,23 @@ def test_bad_requests_are_refused_with_a_reason():
 
 
 @pytest.mark.core
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prompt": "123"},
+        {"prompt": None},
+        {"prompt": (1.7,)},
+        {"stop": "END"},
+        {"stop": None},
+        {"allowed_token_ids": "x"},
+    ],
+)
+def test_a_request_of_other_types_says_so(fields):
+    [name] = fields
+    with pytest.raises(jl.JaxLlamaError, match=f"^{name} = .*: must be (token ids|strings)"):
+        Request(**{"id": "a", "prompt": (1,), **fields})
+
+
 def test_a_full_queue_says_when_to_come_back():
     eng = Engine(model("llama"), **{**OPTIONS, "max_queue": 2})
     for index in range(2):

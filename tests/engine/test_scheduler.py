@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 
 import hypothesis.strategies as st
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 
 from jaxllama.engine.pages import Held, KVPages
 from jaxllama.engine.request import Grammar, Request
-from jaxllama.engine.scheduler import AGE, Scheduler, Sequence, TurnPlan
+from jaxllama.engine.scheduler import AGE, Prefix, Scheduler, Sequence, TurnPlan
 from jaxllama.errors import JaxLlamaError
 
 
@@ -181,6 +182,31 @@ def test_who_has_waited_for_long_goes_before_higher_priorities():
         names += [sequence.request.id for sequence in plan.started]
         write(plan, sch)
     assert names == [f"r{AGE - 1}", "r0", f"r{AGE + 1}"]
+
+
+def test_tokens_on_their_way_count_as_generated():
+    """A deterministic engine preempts no row that has some: another program would compute them."""
+    sch = scheduler(max_slots=1, recompute=False, steps_per_call=4)
+    low, urgent = make(3, 8, order=0), make(3, 8, order=1, priority=1)
+    sch.add(low)
+    assert sch.plan().budgets == {low: 4}
+    sch.add(urgent)
+    plan = sch.plan()
+    assert not low.output and plan.preempted == [] and urgent.slot is None
+
+
+@pytest.mark.parametrize("snapshot", [3, None])
+def test_a_preempted_newcomers_state_still_goes_to_a_snapshot_that_others_know(snapshot):
+    sch, given_back = scheduler(), []
+    sch._transfers = SimpleNamespace(placed=lambda: given_back.append(True))
+    sequence = make(30)
+    sch.add(sequence)
+    sch._transfers, transfers = None, sch._transfers
+    sch.plan()
+    sch._transfers, prefix = transfers, Prefix(8, snapshot, state=object())
+    sch._newcomers[sequence] = prefix
+    sch._preempt([sequence])
+    assert (sch._orphans, given_back) == (([], [True]) if snapshot is None else ([prefix], []))
 
 
 def test_equal_priority_never_preempts():

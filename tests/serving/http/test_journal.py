@@ -269,6 +269,23 @@ def test_a_journal_of_an_earlier_version_goes_on(tmp_path):
         journal.close()
 
 
+def test_an_answers_age_counts_from_its_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(journals, "KEPT", 3)
+    journal = Journal(tmp_path)
+    for number in range(10):
+        journal.accept(f"c{number}", "chat", 1, "{}")
+    for number in (9, 8, 0, 7, 1):
+        journal.finish(f"c{number}", "answer")
+    for number in range(10, 14):
+        journal.accept(f"c{number}", "chat", 1, "{}")
+    assert journal.find("c1").text == journal.find("c7").text == "answer"
+    for number in range(10, 14):
+        journal.finish(f"c{number}", "answer")
+    assert journal.find("c1") is None and journal.find("c13").text == "answer"
+    assert [entry.id for entry in journal.unfinished()] == ["c2", "c3", "c4", "c5", "c6"]
+    journal.close()
+
+
 @pytest.mark.core
 def test_a_write_that_fails_can_be_tried_again(tmp_path):
     journal = Journal(tmp_path)
