@@ -11,7 +11,7 @@ import dataclasses
 import math
 import operator
 from collections.abc import Iterable
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -143,13 +143,8 @@ class Request:
     def __post_init__(self) -> None:
         for name in ("prompt", "begun", "stop_token_ids", "allowed_token_ids", "forced"):
             value = getattr(self, name)
-            if value is None and name in ("allowed_token_ids", "forced"):
-                continue
-            try:
-                ids = tuple(operator.index(token) for token in value)
-            except TypeError:
-                raise JaxLlamaError(f"{name} = {short(value)}: must be token ids") from None
-            object.__setattr__(self, name, ids)
+            if value is not None or name not in ("allowed_token_ids", "forced"):
+                object.__setattr__(self, name, _ids(name, value))
         if isinstance(self.stop, str) or not isinstance(self.stop, Iterable):
             raise JaxLlamaError(f"stop = {short(self.stop)}: must be strings")
         object.__setattr__(self, "stop", tuple(self.stop))
@@ -230,6 +225,13 @@ def _named(kinds: tuple[type, ...]) -> str:
 
 
 RequestTimes = tuple[float, float, float, float]
+
+
+def _ids(name: str, value: Any) -> tuple[int, ...]:
+    try:
+        return tuple(operator.index(token) for token in value)
+    except TypeError:
+        raise JaxLlamaError(f"{name} = {short(value)}: must be token ids") from None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -344,3 +344,11 @@ def test_a_literal_may_have_its_quote_unescaped() -> None:
                 parts = [text[at : at + cut] for at in range(0, len(text), cut)]
                 _, [(name, arguments)] = read("lfm2", parts)
                 assert (name, json.loads(arguments)) == ("weather", {"city": said, "days": 2})
+
+
+def test_a_lone_surrogate_before_the_name_stays_an_escape() -> None:
+    whole = r'{"city": "\\\ud800é"}'
+    for arguments in (whole, json.dumps(whole), r'"{\"city\": \"\\\\\ud800é\"}"'):
+        text = f'{{"arguments": {arguments}, "name": "weather"}}'
+        _, [(_, got)] = read("hermes", [f"<tool_call>\n{text}\n</tool_call>"])
+        assert got.encode() and json.loads(got) == {"city": "\\\ud800é"}

@@ -14,6 +14,7 @@ from jaxllama.engine.grammar import GrammarCompiler
 from jaxllama.engine.request import Grammar
 from jaxllama.serving.api.bodies import Chat
 from jaxllama.serving.api.calls import Prompts
+from jaxllama.serving.tools.lark import LarkRules
 from jaxllama.text.tokenizer import Tokenizer
 from tests.helpers.http_server import CFG, NAME, byte_tokenizer, tiny_model
 from tests.serving.test_tool_formats import FORMS, TEMPLATES, UNMARKED, WRITTEN, render
@@ -156,3 +157,15 @@ def test_every_format_holds_forced_and_strict_calls(form):
     check(form, False, GOOD, BAD)
     if form in MARKED:
         check(form, True, GOOD, BAD)
+
+
+@pytest.mark.parametrize("form", ["qwen-xml", "gemma", "pythonic"])
+def test_keywords_of_a_wrong_type_count_as_absent(form):
+    def rules(bounds: dict[str, Any], required: object) -> tuple[str, dict[str, str]]:
+        properties = {"tags": {"type": "array", **bounds}} if form != "qwen-xml" else {}
+        schema = {"properties": {"city": {"type": "string"}, **properties}, "required": required}
+        lark = LarkRules(byte_tokenizer())
+        return FORMS[form].rule("weather", schema, False, lark), lark._rules
+
+    for required in (True, "city", {"city": 1}):
+        assert rules({"minItems": "2", "maxItems": [3]}, required) == rules({}, [])

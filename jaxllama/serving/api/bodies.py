@@ -463,11 +463,11 @@ def parse(model: type[Body], data: bytes | bytearray, ids: int, longest: int) ->
     return body.with_notes(tuple(notes)) if notes and isinstance(body, Strict) else body
 
 
-# The parts of a body that the count needs: strings (keys if a colon follows), openings of lists and
-# objects, numbers that may be token ids, and the text between them.
+# The parts of a body that the count needs: strings (keys if a colon follows), lists that begin with
+# numbers that may be token ids, other openings of lists and objects, and the text between them.
 _PARTS = re.compile(
-    rb'"(?P<text>[^"\\]*+(?:\\.[^"\\]*+)*+)"(?:\s*+(?P<key>:))?|[\[{]'
-    rb'|(?P<ids>\d[\d,\s\]]*+)(?=["\[{}]|\Z)|(?P<others>[^"\[{]++)',
+    rb'"(?P<text>[^"\\]*+(?:\\.[^"\\]*+)*+)"(?:\s*+(?P<key>:))?'
+    rb'|\[\s*+(?P<ids>\d[\d,\s\]]*+)(?=["\[{}]|\Z)|[\[{]|(?P<others>[^"\[{]++)',
     re.DOTALL,
 )
 

@@ -140,15 +140,16 @@ class Prompts:
         name.
         """
         model = self.name if model is None else model
-        if model not in self.models:
-            there = ", ".join(map(repr, self.models))
+        models = self.models
+        if model not in models:
+            there = ", ".join(map(repr, models))
             raise ApiError(
                 404,
                 f"the model {model!r} does not exist here: this server has {there}",
                 param="model",
                 code="model_not_found",
             )
-        return self.models[model]
+        return models[model]
 
     def completion(self, body: Completion, call_id: str, owner: str = "") -> AcceptedCall:
         """Return the call of a completion body.

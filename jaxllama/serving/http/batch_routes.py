@@ -94,7 +94,7 @@ async def upload(server: Context, http: HttpRequest) -> FileObject:
             if name not in FIELDS:
                 message = f"{name[:64]}: only file and purpose are supported"
                 raise ApiError(400, message, param=name[:64], code="unsupported")
-        name = (file.filename or "file")[:NAME_LENGTH]
+        name = (file.filename or "file")[:NAME_LENGTH].encode(errors="replace").decode()
         stored = await asyncio.to_thread(_store(server).add, http.state.owner, name, file.file)
     return stored
 

@@ -46,7 +46,7 @@ RUNNING = 4  # batches of one key that a front end runs at once
 AGAIN_SECONDS = {"rate_limit_exceeded": 1.0, "queue_full": 0.1}
 PRIORITY = -1  # of a line that names none
 INTERNAL = "internal error: the server's log has the reason"
-EXPIRED = "the batch ended before this line began"
+EXPIRED = "the batch ended before this line was answered"
 _log = logging.getLogger("jaxllama.serving")
 
 
@@ -142,6 +142,7 @@ class _Run:
         self._worker, self._store, self._stored = worker, worker.store, stored
         self._app, self._id = app, stored.batch.id
         self._completed = self._failed = 0
+        self._dropped: list[Line] = []  # taken, but without an answer on disk as the batch stopped
         self._is_stopping = asyncio.Event()
         self._is_waiting = False  # whether the log says that the disk refuses answers
 
@@ -238,9 +239,9 @@ class _Run:
                 except Exception as error:  # of this line: the others go on
                     _log.error("an error of ours", exc_info=error)
                     status, text = 500, _unanswered(line[0], "internal_error", INTERNAL)
-                if not status:
-                    return
-                if not await self._keep(text, output if status == 200 else errors):
+                is_kept = status and await self._keep(text, output if status == 200 else errors)
+                if not is_kept:
+                    self._dropped.append(line)
                     return
                 self._completed += status == 200
                 self._failed += status != 200
@@ -310,7 +311,7 @@ class _Run:
             await self._update(_finalizing)
             await self._end("completed")
         elif _now() >= batch.expires_at:
-            for custom_id, _, _ in lines:
+            for custom_id, _, _ in (*self._dropped, *lines):
                 errors.add(_unanswered(custom_id, "batch_expired", EXPIRED))
             await self._end("expired")
         else:

@@ -186,8 +186,13 @@ class FileStore:
                 if self._used(db) + size > self.bounds.total_bytes or n_files >= self.bounds.files:
                     message = "the server's room for files is used up: delete some of them"
                     raise ApiError(413, message, param="file", code="storage_full")
+                added = self._insert(db, id, owner, size, filename, "batch")
                 os.replace(part, self.path(id))
-                return self._insert(db, id, owner, size, filename, "batch")
+            return added
+        except BaseException:
+            with contextlib.suppress(OSError):
+                self.path(id).unlink(missing_ok=True)
+            raise
         finally:
             with self._disk():
                 part.unlink(missing_ok=True)

@@ -255,7 +255,8 @@ class ModelPool:
         if running.process.returncode is None:
             await running.idle.wait()
         await self._stop(running.process)
-        self._running.pop(name, None)
+        if self._running.get(name) is running:  # no other process was started meanwhile
+            del self._running[name]
         _log.info("a model has ended", extra={"fields": {"model": name}})
 
     async def _stop(self, process: asyncio.subprocess.Process) -> None:
@@ -274,6 +275,8 @@ class ModelPool:
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             for name, running in list(self._running.items()):
+                if self._running.get(name) is not running:
+                    continue  # it has ended while the loop waited for another one
                 if running.process.returncode is not None and not running.is_leaving:
                     fields = {"model": name, "status": running.process.returncode}
                     _log.error("a model's process has ended", extra={"fields": fields})

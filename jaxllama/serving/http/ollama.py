@@ -119,11 +119,14 @@ class OllamaAnswer(EventAnswer):
         called, self._called = self._called, None
         if called is None:
             return []
+        message: JsonObject = {"content": "", "tool_calls": [{"function": called}]}
         try:
-            called["arguments"] = json.loads(called["arguments"] or "{}")
-        except (ValueError, RecursionError):  # an answer that was cut
+            arguments = json.loads(called["arguments"] or "{}", strict=False)
+            called["arguments"] = arguments if isinstance(arguments, dict) else {}
+            to_json(self._line(message, {}))
+        except (ValueError, RecursionError):  # an answer that was cut, or a lone surrogate
             called["arguments"] = {}
-        return [{"content": "", "tool_calls": [{"function": called}]}]
+        return [message]
 
     def _end(self, piece: TextPiece) -> JsonObject:
         usage = self.run.usage()

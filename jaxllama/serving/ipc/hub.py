@@ -68,8 +68,7 @@ class Hub:
     ) -> None:
         self.quotas = quotas or Quotas(())
         self.engine, self.metrics = engine, metrics
-        tell = lambda trouble: self.tell(messages.Trouble(trouble))  # noqa: E731
-        self._answers = JournalledAnswers(journal, tell)
+        self._answers = JournalledAnswers(journal, self._tell_trouble)
         # number of rows in flight, by id
         self.calls: collections.Counter[str] = collections.Counter()
         self.owed: dict[str, Port] = {}
@@ -129,7 +128,11 @@ class Hub:
     def report_empty(self, is_empty: bool) -> None:
         """Let ``/ready`` say whether there is no replica. Requests wait meanwhile."""
         self._is_empty = is_empty
-        self.tell(messages.Trouble(self.trouble or (EMPTY if is_empty else None)))
+        self._tell_trouble(self.trouble)
+
+    def _tell_trouble(self, trouble: str | None) -> None:
+        """Send all front ends the journal's trouble, or else that there is no replica."""
+        self.tell(messages.Trouble(trouble or (EMPTY if self._is_empty else None)))
 
     # The journal
 

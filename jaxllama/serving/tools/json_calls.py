@@ -320,6 +320,8 @@ class CallReader(CallsReader, Machine):
         self._start(name, parts)
         if whole is not None:
             text = whole if isinstance(whole, str) else json.dumps(whole, ensure_ascii=False)
+            # UTF-8 has no lone surrogates: they stay escapes, as the model wrote them.
+            text = text.encode(errors="backslashreplace").decode()
             self._add(AnswerPart("arguments", text, self.calls - 1), parts)
         return True
 

@@ -27,6 +27,7 @@ from jaxllama.serving.tools.written import (
     as_json,
     json_text,
     properties,
+    required,
     resolved,
     spelt,
     types_of,
@@ -246,11 +247,11 @@ class _Writer:
 
     def members(self, schema: JsonObject, begin: str, end: str, colon: str, comma: str) -> str:
         """Return an object's text, its brackets included."""
-        lark, required = self._lark, schema.get("required") or ()
+        lark, required_keys = self._lark, required(schema)
         items = [
             (
                 f"{lark.literal(self._spelt_key(key, colon))} {self.value(value_schema)}",
-                key in required,
+                key in required_keys,
             )
             for key, value_schema in properties(schema).items()
         ]
@@ -316,7 +317,9 @@ class _Writer:
             items = schema.get("items")
             item = self.value(items if isinstance(items, dict) else {})
             more = f"({lark.literal(', ' if self._is_python else ',')} {item})*"
-            least, most = schema.get("minItems", 0), schema.get("maxItems")
+            least, most = schema.get("minItems"), schema.get("maxItems")
+            least = least if isinstance(least, int) else 0
+            most = most if isinstance(most, int) else None
             if least or most is not None:
                 rest = f"{{{max(least - 1, 0)},{'' if most is None else max(most - 1, 0)}}}"
                 more = more.removesuffix("*") + rest

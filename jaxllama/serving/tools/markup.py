@@ -26,6 +26,7 @@ from jaxllama.serving.tools.written import (
     WrittenFormat,
     json_text,
     properties,
+    required,
     resolved,
     spelt,
     types_of,
@@ -159,10 +160,9 @@ class MarkupFormat(WrittenFormat):
 
     def rule(self, name: str, schema: JsonObject, is_lenient: bool, lark: LarkRules) -> str:
         parts = [lark.literal(f"{self.head[0]}{name}{self.head[1]}")]
-        required = schema.get("required") or ()
         for key, value_schema in properties(schema).items():
             argument = self._argument(key, value_schema, schema, is_lenient, lark)
-            parts.append(argument if key in required else f"{argument}?")
+            parts.append(argument if key in required(schema) else f"{argument}?")
         if not properties(schema) and schema.get("additionalProperties") is not False:
             free = f"{lark.literal(self.key[0])} {_NAME} {lark.literal(self._key_end(True))}"
             parts.append(f"{lark.new(f'{free} {lark.text_before(self.close)}')}*")

@@ -306,6 +306,11 @@ def properties(schema: JsonObject) -> dict[str, JsonObject]:
     return found if isinstance(found, dict) else {}
 
 
+def required(schema: JsonObject) -> list[object]:
+    found = schema.get("required")
+    return found if isinstance(found, list) else []
+
+
 def as_json(text: str) -> str | None:
     """Return a text if it is JSON, or Python's spelling of a JSON value; None otherwise."""
     text = {"True": "true", "False": "false", "None": "null"}.get(text.strip(), text.strip())

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from jaxllama.serving.api.calls import Prompts
 from tests.helpers import lora_cases
 from tests.helpers.fake_engine import FakeEngine
 from tests.helpers.http_server import (
@@ -126,3 +129,10 @@ def test_all_front_ends_of_a_process_know_an_adapter(tmp_path):
         assert gone.status_code == 200
         wrong = http.post("/v1/load_lora_adapter", json={**load, "lora_path": str(folder)})
         assert "adapter_config.json: No such file" in error_of(wrong)["message"]
+
+
+def test_an_adapter_that_is_unloaded_during_a_look_up_is_found():
+    lm: Any = SimpleNamespace(adapters=())
+    states = iter(({"sql": "sql#1"}, {}))
+    prompts = Prompts(lm, NAME, 8, 8, loaded=lambda: next(states))
+    assert prompts.adapter_of("sql") == "sql#1"

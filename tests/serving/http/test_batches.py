@@ -10,6 +10,8 @@ import resource
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -19,7 +21,7 @@ pytest.importorskip("python_multipart")
 from jaxllama.errors import JaxLlamaError
 from jaxllama.serving.api.keys import owner_of
 from jaxllama.serving.http import batch_worker, process
-from jaxllama.serving.http.file_store import Bounds, FileStore
+from jaxllama.serving.http.file_store import Bounds, FileStore, StoreUnavailable
 from tests.helpers.cases import on_demand
 from tests.helpers.collector import Collector
 from tests.helpers.fake_engine import FakeEngine
@@ -480,6 +482,17 @@ def test_uploads_of_strangers_and_without_a_folder_are_refused(lm, tmp_path):
             reply = http.post("/v1/files", data={"purpose": "batch"}, files={"a": b""})
             assert error_of(reply)["param"] == "file"
             assert http.post("/v1/files", json={}).status_code == 415
+            # A file name that is no text.
+            part = b'--x\r\nContent-Disposition: form-data; name="%b"\r\n\r\n%b\r\n'
+            parts = part % (b"purpose", b"batch"), part % (b'file"; filename="\\ud800.a', b"x")
+            reply = http.post(
+                "/v1/files",
+                content=b"".join(parts) + b"--x--\r\n",
+                headers={
+                    "content-type": "multipart/form-data; boundary=x; charset=raw_unicode_escape"
+                },
+            )
+            assert reply.status_code == 200 and reply.json()["filename"] == "?.a", reply.text
             broken = http.post(
                 "/v1/files",
                 content=b"--x\r\nnonsense",
@@ -520,3 +533,54 @@ def test_a_killed_server_of_two_front_ends(tmp_path):
         assert 0 < again <= 292, "answered lines were not sent again"
         names = {span.name for span in collector.spans}
     assert {"POST /v1/chat/completions", "queue", "prefill", "decode"} <= names
+
+
+@pytest.mark.parametrize("is_answered", [False, True], ids=["in flight", "not written"])
+def test_lines_without_a_written_answer_expire_with_their_batch(tmp_path, monkeypatch, is_answered):
+    store = FileStore(tmp_path)
+    store.check()
+    file = store.add("me", "in", io.BytesIO("".join(map(line, range(5))).encode()))
+    id = store.create("me", URL, file.id, None).id
+    link: Any = SimpleNamespace(failure=None)
+    worker = batch_worker.BatchWorker(store, NAME, 2, link, {URL: False})
+    add, now, posted = batch_worker._Lines.add, batch_worker._now(), []
+
+    async def post(*_: object) -> tuple[int, dict]:
+        posted.append(True)
+        if len(posted) == 2:
+            monkeypatch.setattr(batch_worker, "_now", lambda: now + 2 * 24 * 3600)
+        await asyncio.sleep(0 if is_answered else 60)
+        return 200, {}
+
+    def add_errors(file: batch_worker._Lines, text: str) -> None:
+        if json.loads(text)["error"] is None:
+            raise OSError("no room")
+        add(file, text)
+
+    monkeypatch.setattr(batch_worker.runner, "post", post)
+    monkeypatch.setattr(batch_worker._Lines, "add", add_errors)
+    stored: Any = store.batch(id)
+    asyncio.run(batch_worker._Run(worker, stored, cast(Any, None)).run())
+    ended: Any = store.batch(id)
+    assert ended.batch.status == "expired" and len(posted) == 2
+    errors = [json.loads(text) for text in store.path(ended.error_id).read_text().splitlines()]
+    assert sorted(entry["custom_id"] for entry in errors) == [f"c{n}" for n in range(5)]
+    assert {entry["error"]["code"] for entry in errors} == {"batch_expired"}
+    store.close()
+
+
+def test_a_file_that_is_not_stored_leaves_nothing(tmp_path, monkeypatch):
+    store = FileStore(tmp_path)
+    store.check()
+
+    def refuse(*_: object) -> None:
+        raise OSError("no room")
+
+    with pytest.raises(UnicodeEncodeError):
+        store.add("me", "\ud800", io.BytesIO(b"x"))
+    monkeypatch.setattr("jaxllama.serving.http.file_store.os.replace", refuse)
+    with pytest.raises(StoreUnavailable):
+        store.add("me", "a", io.BytesIO(b"x"))
+    assert not [*tmp_path.rglob("file-*"), *tmp_path.rglob("part-*")]
+    assert store.files("me", None, None, 9, True) == ([], False)
+    store.close()

@@ -9,9 +9,10 @@ import pytest
 
 pytest.importorskip("uvicorn")
 
-from jaxllama.serving.api import other_fields
+from jaxllama.serving.api import bodies, other_fields
 from jaxllama.serving.api.bodies import Chat, Completion, Embedding, StreamOptions
 from jaxllama.serving.api.response_bodies import Responses
+from jaxllama.serving.api.schemas import ApiError
 from tests.helpers.http_server import NAME, TEMPLATE, byte_tokenizer, client, serving, tiny_model
 
 MAX_LEN = 96
@@ -202,3 +203,16 @@ def test_every_field_of_the_official_api_is_known():
     ):
         known = {field.alias or name for name, field in body.model_fields.items()}
         assert theirs.__required_keys__ | theirs.__optional_keys__ <= known, body
+
+
+def test_only_numbers_in_lists_are_counted_as_token_ids() -> None:
+    texts = b",".join([b'"a"'] * 3000)
+    bodies._check_size(b'{"top_n":3,"documents":[' + texts + b"]}", 0, 4096)
+    bodies._check_size(b'{"a":{' + b",".join([b'"k":1'] * 2100) + b"}}", 4096, 4096)
+    ids = b",".join([b"1"] * 20)
+    for data in (b'{"prompt":[%b]}', b'{"prompt": [[1, 2], [ %b ]]}', b'{"prompt":[\n%b'):
+        with pytest.raises(ApiError, match="prompt: at most 10 token ids"):
+            bodies._check_size(data % ids, 4096, 10)
+    for data in (b'{"k":1%b}' % (b",1" * 2**16), b'{"k":[1.5%b]}' % (b", 1" * 2**16)):
+        with pytest.raises(ApiError, match="k: more than"):
+            bodies._check_size(data, 4096, 4096)

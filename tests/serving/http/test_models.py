@@ -13,6 +13,8 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -328,3 +330,29 @@ def is_alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+def test_a_model_that_starts_while_its_last_process_ends_stays(monkeypatch):
+    def process(status: int | None = None) -> Any:
+        stub: Any = SimpleNamespace(returncode=status)
+        return model_pool._Process(stub, "", 10)
+
+    monkeypatch.setattr(model_pool, "LOOK_SECONDS", 0)
+    pool = ModelPool((), [spec("a"), spec("b")], unload_after=0)
+    pool._running = {"a": process(), "b": process(status=3)}
+    started = {"a": process(), "b": process()}
+
+    async def stop(_: object) -> None:
+        pool._running = dict(started)
+        for running in started.values():
+            running.in_flight = 1
+
+    monkeypatch.setattr(pool, "_stop", stop)
+
+    async def reap() -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(0.02):
+                await pool._reap()
+
+    asyncio.run(reap())
+    assert pool._running == started

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -10,6 +12,9 @@ pytest.importorskip("uvicorn")
 pytest.importorskip("llguidance")
 
 from jaxllama import __version__
+from jaxllama.serving.api.schemas import to_json
+from jaxllama.serving.http.ollama import OllamaAnswer
+from jaxllama.serving.tools.parts import AnswerPart
 from tests.helpers.fake_engine import says
 from tests.helpers.http_server import NAME, client, serving, tiny_model
 from tests.serving.http.test_tools import TOOLS, tokenizer
@@ -93,3 +98,25 @@ def test_models_version_and_errors(http):
     ):
         answer = http.post("/api/chat", json={**body, **fields})
         assert answer.status_code == status and said in answer.json()["error"], answer.text
+
+
+@pytest.mark.parametrize(
+    ("text", "want"),
+    [
+        ('{"city": "two\nlines"}', {"city": "two\nlines"}),
+        ("[1]", {}),
+        ("null", {}),
+        (r'{"city": "\ud800"}', {}),
+        ('{"a":' * 252 + "1" + "}" * 252, {}),
+        ('{"city', {}),
+    ],
+    ids=["line", "list", "null", "surrogate", "deep", "cut"],
+)
+def test_arguments_are_an_object_that_can_be_sent(text, want):
+    run: Any = SimpleNamespace(call=SimpleNamespace(reading=None, model=NAME))
+    answer = OllamaAnswer(run, True)
+    answer._take(AnswerPart("call", "weather", 0))
+    answer._take(AnswerPart("arguments", text, 0))
+    [message] = answer._end_call()
+    assert message["tool_calls"] == [{"function": {"name": "weather", "arguments": want}}]
+    assert to_json(answer._line(message, {}))

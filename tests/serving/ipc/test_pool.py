@@ -20,7 +20,9 @@ from jaxllama.errors import JaxLlamaError
 from jaxllama.serving.api import messages
 from jaxllama.serving.api.calls import ModelFacts
 from jaxllama.serving.api.messages import EngineReport
+from jaxllama.serving.api.metrics import Metrics
 from jaxllama.serving.ipc import pool as pooled
+from jaxllama.serving.ipc.hub import EMPTY, Hub
 from jaxllama.serving.ipc.pool import PooledEngine, Read, ReplicaLost, Taken, follow
 from jaxllama.serving.ipc.replica import About, Started
 from jaxllama.serving.ipc.replicas import KnownPrefixes
@@ -246,3 +248,15 @@ def test_a_result_has_all_tokens_since_the_one_before():
 
     sizes = asyncio.run(read())
     assert sum(sizes) == 12 and len(sizes) < 12, sizes
+
+
+def test_a_journal_that_recovers_hides_no_missing_replica(monkeypatch):
+    with FakeEngine() as engine:
+        hub, sent = Hub(engine, {}, Metrics(), None), []
+        monkeypatch.setattr(hub, "tell", sent.append)
+        hub.report_empty(True)
+        for trouble in ("the disk is full", None):
+            hub._answers._tell(trouble)
+        hub.report_empty(False)
+        hub.close()
+    assert [message.reason for message in sent] == [EMPTY, "the disk is full", EMPTY, None]
