@@ -306,7 +306,9 @@ def commit(proposal: Proposal, accepted: jax.Array) -> Cache:
 
 @donated(0)
 def _commit(cache: Cache, new: jax.Array, tokens: LayerState, accepted: jax.Array) -> Cache:
-    return verification.commit(Proposal(cache, new, tokens), *int32_ids(accepted + 1), exact=True)
+    (kept,) = int32_ids(accepted)
+    kept = jnp.minimum(kept, new) + 1  # which the largest numbers would overflow
+    return verification.commit(Proposal(cache, new, tokens), kept, exact=True)
 
 
 @donated(0)

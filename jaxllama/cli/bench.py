@@ -97,6 +97,7 @@ def run_draft(args: argparse.Namespace) -> None:
         ("--prompt-tokens", 512),
         ("--context", 5),
         ("--trace", None),
+        ("--where", None),
     ):
         if getattr(args, flag[2:].replace("-", "_")) != value:
             raise JaxLlamaError(f"{flag} and --draft exclude each other: it has prompts of its own")
@@ -121,6 +122,8 @@ def run_draft(args: argparse.Namespace) -> None:
 def run_where(args: argparse.Namespace) -> None:
     from jaxllama.evaluation.speed import trace, where
 
+    if args.trace is not None:
+        raise JaxLlamaError("--trace and --where exclude each other")
     trace.profiled_graphs()
     lm = common.load(args)
     with working("measuring") as sign:

@@ -42,6 +42,8 @@ def expanded(argv: Sequence[str], check: Callable[[list[str]], object] | None = 
                 name, end = rest[end] if end < len(rest) else "", end + 1
             if not name:
                 raise JaxLlamaError(f"{OPTION}: expected a TOML file")
+            if any(more == OPTION or more.startswith(f"{OPTION}=") for more in rest[end:]):
+                raise JaxLlamaError(f"{OPTION}: names one file, and several are given")
             words = None if check is None else lambda words: check([command, *words])
             return [command, *_words(Path(name), words), *rest[:index], *rest[end:]]
     return list(argv)
@@ -91,7 +93,8 @@ def words_of(
                 raise JaxLlamaError(f"{where}: {key}: expected a value, not {kind}")
         if check is not None:
             try:
-                check(words[begin:])
+                # A flag that is off adds no word, but there must be one.
+                check([option] if value is False else words[begin:])
             except JaxLlamaError as error:
                 raise JaxLlamaError(f"{where}: {key}: {error}") from None
     return words

@@ -45,10 +45,11 @@ def options(sub: Parser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    from jaxllama.checkpoints.saving import format_of
+    from jaxllama.checkpoints.saving import check_format, format_of
     from jaxllama.loading import load
 
     form = format_of(args.out, args.format) or "floats"
+    check_format(form, args.type)
     keeps_codes = form == "gguf" and args.type is None
     lm = load(args.model, args.dtype, exact=not keeps_codes, progress=True, **common.source(args))
     out = lm.save(args.out, format=form, type=args.type, progress=True)

@@ -150,7 +150,7 @@ def options(sub: Parser) -> None:
     )
     sub.add_argument(
         "--memory-gb",
-        type=POSITIVE,
+        type=Number(float, 0, 1e9, above=True),
         metavar="GB",
         help="with several models: memory of those that run at once; the least used one ends "
         "(default: no bound on a CPU, the GPU's memory)",

@@ -144,8 +144,8 @@ def _spec(
     for key in table:
         if key.replace("-", "_") in (*SERVER, "config") and key != "model":
             raise JaxLlamaError(f"{where}: {key}: is an option of the server")
-    if size is not None and not (type(size) in (int, float) and size > 0):
-        raise JaxLlamaError(f"{where}: memory-gb: must be a number above 0")
+    if size is not None and not (type(size) in (int, float) and 0 < size <= 1e9):
+        raise JaxLlamaError(f"{where}: memory-gb: must be a number above 0 and at most 1e9")
     memory = None if size is None else int(size * 1e9)
     if memory is None and total is not None:
         memory = budget  # a GPU's memory is taken as a whole
@@ -155,7 +155,9 @@ def _spec(
         )
     aliases = table.pop("served-model-name", [])
     aliases = [aliases] if isinstance(aliases, str) else aliases
-    words = words_of(table, where)
+    if not isinstance(aliases, list) or not all(isinstance(a, str) and a for a in aliases):
+        raise JaxLlamaError(f"{where}: served-model-name: expected a text, or a list of texts")
+    words = words_of(table, where, lambda some: args.top.parse_args(["serve", *some]))
     try:
         args.top.parse_args(["serve", *words])
     except JaxLlamaError as error:

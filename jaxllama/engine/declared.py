@@ -117,6 +117,7 @@ DECLARED = {
             "--disk-cache a quarter of what is free, up to 32)",
             "engine",
             0,
+            1e9,
             unit="GB",
         ),
         Option(
@@ -133,6 +134,7 @@ DECLARED = {
             "GB that this folder may hold (default: half of what its disk has room for)",
             "engine",
             0,
+            1e9,
             unit="GB",
         ),
         Option(

@@ -194,7 +194,10 @@ def token_batch(tokens: Any, lengths: Any, vocab_size: int) -> tuple[jax.Array, 
 
     Traced arguments are checked for their shapes only.
     """
-    given = [x if isinstance(x, Tracer) else np.asarray(x) for x in (tokens, lengths)]
+    try:
+        given = [x if isinstance(x, Tracer) else np.asarray(x) for x in (tokens, lengths)]
+    except ValueError:
+        raise JaxLlamaError("tokens, lengths: rows differ in length: pad them") from None
     tokens, lengths = given
     for name, x in (("tokens", tokens), ("lengths", lengths)):
         if not np.issubdtype(x.dtype, np.integer):

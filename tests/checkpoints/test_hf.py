@@ -349,16 +349,31 @@ def test_gemma_3_does_not_cap_attention_as_transformers_does_not() -> None:
     assert (cfg.attn_softcap, cfg.logit_softcap) == (None, 3.0)
 
 
-@pytest.mark.parametrize("name", ["qwen3_5_text", "qwen3_next"])
-def test_tensors_that_a_family_does_not_use_are_counted_in_a_warning(name, tmp_path) -> None:
-    """transformers leaves ``mtp.*`` of these out; other names are still unexpected."""
+@pytest.mark.parametrize(
+    ("name", "prefix"),
+    [
+        *(
+            (name, "mtp.layers.0.{}")
+            for name in ("qwen3_5_text", "qwen3_next", "nemotron_h", "olmo_hybrid")
+        ),
+        ("ernie4_5_moe", "model.mtp_block.0.{}"),
+        ("gemma4_text", "model.layers.{last}.self_attn.{}_proj"),  # which borrows its keys
+    ],
+)
+def test_tensors_that_a_family_does_not_use_are_counted_in_a_warning(
+    name, prefix, tmp_path
+) -> None:
+    """transformers leaves these of the family out; other names are still unexpected."""
     params = parity_params(name)
     path = hf.save(tmp_path / "model", CASES[name], params)
     file = path / "model.safetensors"
     tensors = safetensors.numpy.load_file(file)
-    extra = {f"mtp.layers.0.{part}.weight": np.ones((2, 2), np.float32) for part in "ab"}
+    names = [prefix.format(part, last=CASES[name].n_layers - 1) + ".weight" for part in "kv"]
+    extra = {one: np.ones((2, 2), np.float32) for one in names}
     safetensors.numpy.save_file({**tensors, **extra}, file)
-    with pytest.warns(WeightWarning, match="2 tensors are not used, as in transformers: mtp.laye"):
+    with pytest.warns(
+        WeightWarning, match=f"2 tensors are not used, as in transformers: {names[0]}"
+    ):
         _, got = hf.load(path)
     want = hf.load(hf.save(tmp_path / "plain", CASES[name], params))[1]
     jax.tree.map(np.testing.assert_array_equal, got, want)

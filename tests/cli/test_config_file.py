@@ -53,6 +53,18 @@ def test_a_wrong_file_is_refused_by_name(tmp_path, text, says):
         expanded(["serve", "--config", "/nowhere"])
 
 
+def test_a_flag_that_is_off_must_exist_and_a_second_file_is_refused(tmp_path):
+    file = tmp_path / "server.toml"
+    file.write_text("prefix-cache = false")
+    words = ["serve", "--config", str(file)]
+    with pytest.raises(JaxLlamaError, match="prefix-cache: unrecognized arguments: --prefix-cache"):
+        expanded(words, parser().parse_args)
+    file.write_text("no-prefix-cache = false")
+    assert expanded(words, parser().parse_args) == ["serve"]
+    with pytest.raises(JaxLlamaError, match="--config: names one file, and several are given"):
+        expanded([*words, "--config", str(file)])
+
+
 @pytest.mark.parametrize(
     ("text", "key", "says"),
     [

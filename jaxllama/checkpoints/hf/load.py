@@ -98,7 +98,9 @@ def read_classifier(directory: str | Path) -> np.ndarray | None:
     """
     directory = Path(directory)
     config = _read_config(directory)
-    if not any(str(name).endswith(CLASSIFIER) for name in config.get("architectures") or ()):
+    names = config.get("architectures")
+    names = names if isinstance(names, list) else []
+    if not any(str(name).endswith(CLASSIFIER) for name in names):
         return None
     with contextlib.ExitStack() as stack:
         files = open_tensors(directory, stack)
@@ -347,8 +349,12 @@ def _used(directory: Path, cfg: ModelConfig, files: Tensors) -> Tensors:
     if family is not None and family.unused_endings:
         files = {name: files[name] for name in files if not name.endswith(family.unused_endings)}
     unused = () if family is None or cfg.mtp_layers else family.unused
-    prefixes = tuple(prefix.format(n_layers=cfg.n_layers) for prefix in unused)
-    unused = {name: None for name in files if name.startswith(prefixes)}
+    prefixes = [prefix.format(n_layers=cfg.n_layers) for prefix in unused]
+    for index, layer in enumerate(cfg.layers):
+        if layer.borrows:  # these layers read the keys and values of another one
+            names = ("k_proj", "v_proj", "k_norm", "v_norm")
+            prefixes += [f"model.layers.{index}.self_attn.{name}." for name in names]
+    unused = {name: None for name in files if name.startswith(tuple(prefixes))}
     if unused:
         warnings.warn(
             f"{directory}: {len(unused)} tensors are not used, as in transformers: "

@@ -85,6 +85,8 @@ def _rope(
     if kind == "linear":
         return build("linear", read.positive("factor"))
     if kind == "dynamic" and scaling.get("alpha") is not None:  # HunYuan's static form
+        if head_dim <= 2:
+            raise read.error("alpha", "needs heads of more than 2 features")
         alpha = read.positive("alpha") ** (head_dim / (head_dim - 2))
         return RopeConfig(theta * alpha, rotary_dim=None if share == 1 else turning)
     if kind == "dynamic":

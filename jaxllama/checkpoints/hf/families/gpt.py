@@ -123,7 +123,7 @@ def _gpt_neo_window(read: JsonReader) -> Fields:
         if not is_pair or type(entry[1]) is not int or not 0 <= entry[1] <= n:
             raise read.error("attention_types", "expected pairs of kinds and a count")
         pattern += entry[0] * entry[1]
-    if len(pattern) != n or not set(pattern) <= {"global", "local"}:
+    if len(pattern) != n or not all(kind in ("global", "local") for kind in pattern):
         raise read.error("attention_types", f"must name {n} layers 'global' or 'local'")
     local = tuple(i for i, kind in enumerate(pattern) if kind == "local")
     head_dim = read.size("hidden_size") // read.size("num_attention_heads")

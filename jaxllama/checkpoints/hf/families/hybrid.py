@@ -39,7 +39,7 @@ def _olmo_hybrid(read: JsonReader) -> Fields:
     if types is None:
         types = [kinds[i % 4 == 3] for i in range(n)]
         types = types if kinds[1] in types else [*types[:-1], kinds[1]]
-    if not isinstance(types, list) or len(types) != n or not set(types) <= set(kinds):
+    if not isinstance(types, list) or len(types) != n or not all(x in (*kinds,) for x in types):
         raise read.error("layer_types", f"must be {n} entries of {kinds}")
     heads = read.size("num_attention_heads")
     n_k_heads = read.size("linear_num_key_heads", heads)
@@ -123,7 +123,7 @@ def _conv_layers(read: JsonReader) -> Fields:
             raise read.error("full_attn_idxs", "must be a list of layers")
         types = ["full_attention" if i in full else "conv" for i in range(n)]
     kinds = {"full_attention": "attention", "conv": "short_conv"}
-    if not isinstance(types, list) or len(types) != n or not set(types) <= set(kinds):
+    if not isinstance(types, list) or len(types) != n or not all(x in (*kinds,) for x in types):
         raise read.error("layer_types", f"must be {n} entries of {tuple(kinds)}")
     options = {"width": read.size("hidden_size"), "taps": read.size("conv_L_cache", 3)}
     return {
@@ -163,6 +163,7 @@ FAMILIES: dict[str, Family] = {
         fields=_olmo_hybrid,
         to_hf=_olmo_hybrid_to_hf,
         fixed={"linear_use_gate": (True, None)},
+        unused=("mtp",),
         facts={"qk_norm": "full"},
         is_nope=_has_no_theta,
         tensors=dataclasses.replace(

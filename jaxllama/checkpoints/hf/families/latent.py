@@ -88,7 +88,8 @@ KEYS = Keys(
 def _with_indexer(interleaved: bool) -> Callable[[JsonReader], Fields]:
     def fields(read: JsonReader) -> Fields:
         for key, kind in (("indexer_types", "full"), ("layer_types", "indexed_attention")):
-            if any(said != kind for said in read.config.get(key) or ()):
+            said = read.config.get(key) or []
+            if not isinstance(said, list) or any(one != kind for one in said):
                 raise read.error(key, f"must be {kind!r} for each layer")
         for key, value in (("index_topk_freq", 1), ("index_topk_pattern", None)):
             if read.config.get(key, value) != value:

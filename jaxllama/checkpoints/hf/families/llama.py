@@ -492,6 +492,8 @@ FAMILIES: dict[str, Family] = {
             "layer_types",
             "attention_head_dim",
             "mtp_layers_block_type",
+            "mtp_hybrid_override_pattern",
+            "num_nextn_predict_layers",
             "moe_intermediate_size",
             "moe_shared_expert_intermediate_size",
             "moe_shared_expert_overlap",
@@ -517,6 +519,7 @@ FAMILIES: dict[str, Family] = {
         eps="layer_norm_epsilon",
         activation="mlp_hidden_act",
         others={"num_local_experts": "n_routed_experts"},
+        unused=("mtp",),
         tensors=dataclasses.replace(
             _MAMBA_TENSORS,
             mlp_norm="norm",
@@ -546,9 +549,11 @@ FAMILIES: dict[str, Family] = {
     ),
     "ernie4_5_moe": Family(
         ("Ernie4_5_MoeForCausalLM",),
+        keys=("num_nextn_predict_layers",),
         parts=(_ERNIE_EXPERTS,),
         fixed={"use_bias": (False, None)},
         stored={"interleaved": True},
+        unused=("model.mtp_",),
         tensors=Names(mixers={"experts": _ERNIE_TENSORS}),
     ),
     "phimoe": Family(
