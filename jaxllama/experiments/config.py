@@ -198,6 +198,9 @@ def _experiment(path: Path, data: JsonObject) -> Experiment:
             _known(key, keys, "picture.where")
             if not any(flat.get(key) == value for flat in flats):
                 raise JaxLlamaError(f"picture.where: no point has {key} = {value!r}")
+        wanted = picture.where.items()
+        if not any(all(flat.get(key) == value for key, value in wanted) for flat in flats):
+            raise JaxLlamaError(f"picture.where: no point has all of {dict(wanted)}")
     return Experiment(
         path.resolve(),
         file.title,

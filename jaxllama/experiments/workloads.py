@@ -29,7 +29,7 @@ from jaxllama.evaluation.speed.decode import run as run_bench
 from jaxllama.evaluation.speed.drafts import run as run_drafts
 from jaxllama.evaluation.speed.harness import timed
 from jaxllama.experiments import serving
-from jaxllama.experiments.config import Experiment
+from jaxllama.experiments.config import Experiment, digest
 from jaxllama.experiments.settings import (
     BIBLE,
     FACTS,
@@ -282,7 +282,8 @@ def tokenized(experiment: Experiment, settings: TrainSettings, folder: Path) -> 
     config = settings.config
     if settings.text is None:
         return config
-    tokens = folder / f"tokens-{Path(settings.text).stem}-{Path(settings.tokenizer).stem}"
+    names = settings.text, settings.tokenizer
+    tokens = folder / f"tokens-{'-'.join(Path(name).stem for name in names)}-{digest(names)}"
     if not tokens.exists():
         folder.mkdir(parents=True, exist_ok=True)
         text = experiment.find(settings.text)

@@ -53,10 +53,10 @@ from jaxllama.training.conversations import Example, Unit
 from jaxllama.training.loss import draft_divergence, likeliest
 from jaxllama.training.packing import Conversations
 from jaxllama.training.prompts import PromptFile
+from jaxllama.training.run_directory import ANSWERS
 from jaxllama.typing import Params, ParamsDict, Tree
 from pallas_kernels.attention.plain import attention_scores, rotate
 
-ANSWERS = "answers.npz"  # in the run's folder
 DECAY = 0.8  # weight of a step beside the step before
 _TOKENS = 2**18  # of the cache for answers at a time, of which one has all at least
 _ROWS = 8  # that measure the size of the model's states

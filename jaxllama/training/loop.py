@@ -164,7 +164,8 @@ def _run(
     config: TrainConfig, data: Data, run: RunDirectory, mesh: Mesh | None, progress: bool
 ) -> None:
     checkpoints = Checkpoints(run.path / "checkpoints", config.keep_checkpoints)
-    best = Checkpoints(run.path / "best", 1) if config.keep_best else None
+    # The best, and the best up to the checkpoint from which a stopped run goes on.
+    best = Checkpoints(run.path / "best", 2) if config.keep_best else None
     first, sizes = _whole(checkpoints, best)
     if config.goal.kind == "draft":
         assert isinstance(data, PromptFile)
@@ -173,6 +174,8 @@ def _run(
     state = first_state(setup, params, mesh)
     fixed = jax.device_put(fixed, sharding(mesh))
     training, held_out = rows_of(setup, state["params"], fixed, data)
+    if best is not None and not len(held_out):
+        raise JaxLlamaError("keep_best = True: no held-out answer begins within sequence_length")
     shows = config.samples is not None or config.rollout is not None
     del params
     if first:
@@ -210,11 +213,13 @@ def _run(
                 log.flush(bar)
                 value = validate(setup, state["params"], held_out, mesh, fixed)
                 is_best = run.is_best(value, log.validated)
+                is_best = is_best or (best is not None and best.latest() is None)
                 log.validation(done, value, bar)
                 if not last:
                     _draw(config, run)
                     log.restart_clock()
                 if best is not None and is_best:
+                    best.keep_until(checkpoints.latest() or 0)
                     best.save(done, stored(state["params"]))
             if is_due and shows and (len(held_out) or config.rollout):
                 log.flush(bar)
@@ -236,8 +241,8 @@ def _run(
 def _whole(checkpoints: Checkpoints, best: Checkpoints | None) -> tuple[int, dict[str, int]]:
     """Return the step to go on from, and the sizes of the run's files then."""
     first, sizes = checkpoints.newest_whole()
-    step = None if best is None else best.latest()
-    if best is None or step is None or step > first or (damage := best.damage(step)) is None:
+    steps = [] if best is None else [step for step in best.steps() if step <= first]
+    if best is None or not steps or (damage := best.damage(step := steps[-1])) is None:
         return first, sizes
     warnings.warn(f"{damage}: made again", CheckpointWarning, stacklevel=2)
     return checkpoints.newest_whole(before=step)

@@ -74,7 +74,13 @@ def rounded(params: Params) -> Params:
 
 def quantized(params: Params) -> Params:
     """Return the tree with QTensors in place of grids."""
-    return _map(lambda g: to_qtensor(g.w, g.scale, g.zero, g.code_dtype), params)
+
+    def quantized_leaf(grid: GridWeight) -> QTensor:
+        if grid.w.ndim > 2:  # experts
+            return jax.vmap(quantized_leaf)(grid)
+        return to_qtensor(grid.w, grid.scale, grid.zero, grid.code_dtype)
+
+    return _map(quantized_leaf, params)
 
 
 def _map(change: Callable[[GridWeight], Tree], params: Params) -> Params:

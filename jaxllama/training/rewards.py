@@ -75,7 +75,10 @@ def _regex(pattern: re.Pattern[str], answer: str, line: JsonObject) -> float:
 def _arithmetic(answer: str, line: JsonObject) -> float:
     numbers = _NUMBER.findall(answer)
     value = _value(str(_needed(line, "answer")))
-    return float(bool(numbers) and Fraction(numbers[-1].replace(",", "")) == value)
+    try:
+        return float(bool(numbers) and Fraction(numbers[-1].replace(",", "")) == value)
+    except ValueError:  # more digits than Python reads
+        return 0.0
 
 
 def _value(expression: str) -> Fraction:

@@ -38,6 +38,9 @@ from jaxllama.typing import JsonObject, Tree
 
 RUN, METRICS, LOCK = "run.json", "metrics.jsonl", "lock"
 SAMPLES, PAGE = "samples.jsonl", "samples.md"
+ANSWERS = "answers.npz"  # the model's, with [draft]
+# What these depend on.
+_OF_ANSWERS = ("data", "data_sha256", "init_from", "draft", "seed", "dtype", "sequence_length")
 
 
 class RunDirectory:
@@ -62,10 +65,21 @@ class RunDirectory:
             if (self.path / RUN).exists() and (self._has_rows() or self.model.exists()):
                 self._check(identity)
             else:
+                self._drop_answers_of_others(identity)
                 document = {"config": identity, "environment": _environment()}
                 write_text(self.path / RUN, json.dumps(document, indent=2) + "\n")
         except OSError as error:
             raise JaxLlamaError(f"{self.path}: {error.strerror or error}") from None
+
+    def _drop_answers_of_others(self, identity: JsonObject) -> None:
+        """Remove answers that another configuration asked for."""
+        try:
+            stored = json.loads((self.path / RUN).read_text(encoding="utf-8"))["config"]
+            if all(stored[key] == identity[key] for key in _OF_ANSWERS):
+                return
+        except (OSError, ValueError, KeyError, TypeError):
+            pass
+        (self.path / ANSWERS).unlink(missing_ok=True)
 
     def _check(self, identity: JsonObject) -> None:
         try:

@@ -198,11 +198,16 @@ def test_the_family_s_models_have_equal_parameters():
         assert len(point.settings.learning_rates) == 3
 
 
-def test_a_picture_of_what_is_not_there_is_named(tmp_path):
+@pytest.mark.parametrize(
+    ("where", "says"),
+    [
+        ('{ text = "book" }', "text = 'book'"),
+        ('{ text = "facts", batch_size = 16 }', "all of {'text': 'facts', 'batch_size': 16}"),
+    ],
+)
+def test_a_picture_of_what_is_not_there_is_named(tmp_path, where, says):
     text = (configs_dir() / "experiments" / "linear-family.toml").read_text()
     path = tmp_path / "x.toml"
-    path.write_text(
-        text.replace('where = { text = "../texts/written.txt" }', 'where = { text = "book" }')
-    )
-    with pytest.raises(JaxLlamaError, match="picture.where: no point has text = 'book'"):
+    path.write_text(text.replace('where = { text = "../texts/written.txt" }', f"where = {where}"))
+    with pytest.raises(JaxLlamaError, match=re.escape(f"picture.where: no point has {says}")):
         load_experiment(path)

@@ -112,6 +112,19 @@ def test_the_best_parameters_are_made_again_from_before(folder):
     assert loop._whole(checkpoints, best)[0] == 4, "it is younger, so it is made again anyway"
 
 
+def test_a_stopped_run_has_the_best_parameters_up_to_its_checkpoint(tmp_path):
+    """Better ones after it are lost with the run's process."""
+    checkpoints, best = (Checkpoints(tmp_path / name, 2) for name in ("checkpoints", "best"))
+    for step, own in ((60, best), (100, checkpoints), (105, best), (110, best)):
+        if own is best:
+            best.keep_until(checkpoints.latest() or 0)
+        own.save(step, state_of(step))
+    assert best.steps() == [60, 110]
+    first, _ = loop._whole(checkpoints, best)
+    best.keep_until(first)
+    assert (first, best.latest_or_raise()) == (100, 60)
+
+
 def test_a_state_of_another_shape_is_named(folder):
     checkpoints = Checkpoints(folder / "checkpoints", 3)
     here = jax.devices()[0]

@@ -31,6 +31,7 @@ from jaxllama.training.checkpoint import CheckpointWarning
 from jaxllama.training.data import TokenFile
 from jaxllama.training.estimate import estimate
 from jaxllama.training.loss import cross_entropy, distillation
+from jaxllama.training.run_directory import ANSWERS
 from jaxllama.training.start import TrainingSetup
 from jaxllama.training.step import (
     _gradient,
@@ -606,6 +607,18 @@ def test_two_processes_do_not_share_a_folder(finished, tmp_path):
         loop.RunDirectory(tmp_path / "run", config, "sha")
     run.close()
     loop.RunDirectory(tmp_path / "run", config, "sha").close()
+
+
+def test_answers_of_another_configuration_are_removed(finished, tmp_path):
+    """A run without a row takes any configuration, but not the answers of the one before."""
+    config, _ = finished
+    kept = []
+    for seed in (1, 1, 2):
+        run = loop.RunDirectory(tmp_path / "run", dataclasses.replace(config, seed=seed), "sha")
+        kept.append((run.path / ANSWERS).exists())
+        (run.path / ANSWERS).touch()
+        run.close()
+    assert kept == [False, True, False]
 
 
 def test_a_loss_that_is_no_number_ends_the_run(finished, tmp_path, monkeypatch):

@@ -119,6 +119,14 @@ def test_training_begins_at_round_to_nearest_s_words(scheme):
     jax.tree.map(np.testing.assert_array_equal, floats, stands_for)
 
 
+def test_grids_of_experts_stand_for_the_words_that_are_saved():
+    w = np.random.default_rng(0).standard_normal((2, 64, 128)).astype(np.float32)
+    grids = prepare({"experts_down": {"weight": w}}, QuantizeConfig("w8a16"))
+    words, floats = (f(grids)["experts_down"]["weight"] for f in (quantized, rounded))
+    assert words.shape == floats.shape == w.shape
+    np.testing.assert_array_equal(floats_of(words), floats)
+
+
 def test_a_grid_with_zeros_stands_for_the_words_that_are_saved():
     w = np.random.default_rng(0).standard_normal((8, 64)).astype(np.float32)
 
