@@ -127,6 +127,8 @@ def by_blocks(
     leaves, tree = jax.tree.flatten(x)
     lead = next(leaf.shape[:axes] for leaf in leaves if leaf.ndim)
     rows, size, ones = math.prod(lead), size or block_rows(), (1,) * (axes - 1)
+    if not rows:
+        return product(x, *weights)
     count = -(-rows // size)
 
     def blocks_of(leaf: jax.Array) -> jax.Array:

@@ -342,7 +342,8 @@ def _quantize_format(
         raise ValueError(f"quantize: {name} has no zero points; use symmetric=True")
     if scale_dtype is not None and name != "fp8-block":
         raise ValueError(f"quantize: the scales of {name} have a dtype of their own")
-    scale, unit = format_scales(w, name, scale_dtype or w.dtype)
+    scale_dtype = w.dtype if scale_dtype is None else scale_dtype
+    scale, unit = format_scales(w, name, dtype_name("quantize", "scale_dtype", scale_dtype, FLOATS))
     q = codes(w, whole_scale(scale, unit), None, FORMATS[name].codes)
     return QTensor(q, scale, unit=unit, blocked=format_blocks(name, w.shape))
 

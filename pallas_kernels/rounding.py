@@ -231,7 +231,8 @@ def _e8m0_scales(w: jax.Array, group: int) -> jax.Array:
 def _e4m3_scales(w: jax.Array, group: int) -> tuple[jax.Array, jax.Array]:
     """Return (scales of the groups, the tensor's scale once a row)."""
     peaks, top_code, top = _group_peaks(w, group), CODES["float4_e2m1fn"][1], CODES[E4M3][1]
-    peak = jnp.max(peaks, axis=(-2, -1) if w.ndim > 1 else -1, keepdims=True)
+    axes = (-2, -1) if w.ndim > 1 else -1
+    peak = jnp.max(peaks, axis=axes, keepdims=True, initial=0.0)
     # Files hold this divisor, so the unit is its inverse to the bit.  XLA would simplify it away.
     divisor = np.float32(top_code * top) / jnp.where(peak > 0, peak, 1.0)
     divisor = lax.optimization_barrier(divisor)

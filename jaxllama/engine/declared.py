@@ -58,7 +58,7 @@ class Option:
         if self.kind is float and self.most == math.inf:
             return f"a number > {self.least}"
         if self.kind is float:
-            return f"a number in ({self.least}, {self.most}]"
+            return f"a number in ({self.least}, {self.most:g}]"
         end = "" if self.most == math.inf else f" and <= {self.most}"
         return f"a whole number >= {self.least}{end}"
 

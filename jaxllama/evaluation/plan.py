@@ -24,6 +24,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import os
 import shutil
 import statistics
 from pathlib import Path
@@ -304,7 +305,9 @@ def shortened(
 def measured_file(cfg: ModelConfig, policy: Policy, task: Task, settings: PlannerSettings) -> Path:
     """Return the file of a task's measurement. Its speed depends on shapes, not on weights."""
     words = (cfg.replace(name=""), str(policy), task, settings)
-    words += (jax.devices()[0].device_kind, jax.__version__, LONG)
+    words += (jax.devices()[0].device_kind, os.cpu_count(), jax.__version__, LONG)
+    if policy.expert_use:
+        words += (hashlib.sha256(Path(policy.expert_use).read_bytes()).hexdigest(),)
     name = hashlib.sha256(repr(words).encode()).hexdigest()[:16]
     folder = hub.cache_dir() / "offload"
     folder.mkdir(parents=True, exist_ok=True)

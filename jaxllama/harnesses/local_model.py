@@ -27,6 +27,7 @@ from typing import Any, Self
 from jaxllama.engine.journal import Journal
 from jaxllama.errors import JaxLlamaError
 from jaxllama.evaluation.provenance import provenance
+from jaxllama.files import SETTINGS, read_json, write_text
 from jaxllama.language_model import LanguageModel
 from jaxllama.loading import load
 from jaxllama.serving.http.batch import post
@@ -109,14 +110,14 @@ class LocalModel:
         state.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not path.exists():
             text = json.dumps({"digest": self.digest, **self.origin}, indent=1)
-            path.write_text(text + "\n", encoding="utf-8")
+            write_text(path, text + "\n")
             return
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if found["digest"] != self.digest:
+        found = read_json(path, SETTINGS)
+        if found.get("digest") != self.digest:
             differing = [key for key in self.origin if found.get(key) != self.origin[key]]
             raise JaxLlamaError(
                 f"{state}: is of another model: {', '.join(differing)} differ (digest "
-                f"{found['digest']}, now {self.digest})"
+                f"{found.get('digest')}, now {self.digest})"
             )
 
     def post(self, path: str, body: Mapping[str, Any]) -> JsonObject:

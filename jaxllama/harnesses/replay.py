@@ -17,6 +17,7 @@ from pathlib import Path
 
 from jaxllama.engine.journal import Journal
 from jaxllama.errors import JaxLlamaError
+from jaxllama.files import SETTINGS, read_json
 from jaxllama.harnesses.local_model import MODEL_FILE, LocalModel
 from jaxllama.language_model import LanguageModel
 from jaxllama.typing import JsonObject
@@ -46,7 +47,9 @@ def replay(lm: LanguageModel, state: Path, ids: Sequence[str] = ()) -> ReplayRep
     path = state / MODEL_FILE
     if not path.exists():
         raise JaxLlamaError(f"{state}: no state folder of an evaluation: {MODEL_FILE} is missing")
-    recorded = json.loads(path.read_text())
+    recorded = read_json(path, SETTINGS)
+    if not {"digest", "engine_deterministic"} <= recorded.keys():
+        raise JaxLlamaError(f"{path}: no evaluation wrote it")
     journal = Journal(state, keeps_bodies=True)
     try:
         entries = {entry.id: (entry, answer) for entry, answer in journal.answered()}

@@ -22,6 +22,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxllama.errors import JaxLlamaError
+from jaxllama.files import write_text
 from jaxllama.offload.policy import Policy
 
 GROUPS = 16  # of a layer's experts that go to the device together
@@ -56,7 +57,7 @@ class ExpertUse:
             str(layer): [round(float(x), 6) for x in shares]
             for layer, shares in self.layers.items()
         }
-        Path(path).write_text(json.dumps({"layers": rows}), encoding="utf-8")
+        write_text(Path(path), json.dumps({"layers": rows}))
 
     def of(self, layer: int, n_experts: int) -> np.ndarray:
         """Return a layer's shares.

@@ -88,6 +88,11 @@ def check_halves(cfg: ModelConfig, policy: Policy) -> None:
         )
     first = cfg.layers[0]
     has_more = first.embed_norm or first.learned_positions is not None
+    changes_late = any(
+        getattr(layer.mixer, "qk_norm_last", False)
+        or any(rope.query_beta for rope, _ in layer.ropes)
+        for layer in cfg.layers
+    )
     for name, by_token in (
         ("cpu_attention", policy.cpu_attention),
         ("attn_sparsity", cfg.attn_sparsity < 1),
@@ -95,6 +100,10 @@ def check_halves(cfg: ModelConfig, policy: Policy) -> None:
         if has_more and by_token:
             raise JaxLlamaError(
                 f"policy: {name}: {cfg.name} adds positions to its embeddings, or norms them"
+            )
+        if changes_late and by_token:
+            raise JaxLlamaError(
+                f"policy: {name}: {cfg.name} norms q and k behind RoPE, or scales q by position"
             )
     if policy.experts and cfg.experts is None:
         raise JaxLlamaError(f"policy: experts: {cfg.name} is no mixture of experts")

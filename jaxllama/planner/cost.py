@@ -88,7 +88,9 @@ class MemoryLimits:
     disk: int | None = None
 
     def allow(self, need: Footprint) -> bool:
-        pairs = ((self.device, need.device), (self.host, need.host), (self.disk, need.disk))
+        # Without a limit of its own the device's memory is the host's, as on a CPU.
+        host = need.host + (need.device if self.device is None else 0)
+        pairs = ((self.device, need.device), (self.host, host), (self.disk, need.disk))
         return all(limit is None or used <= limit for limit, used in pairs)
 
 

@@ -96,7 +96,8 @@ def solve(
         need = need_of(cfg, smallest, task, settings, program_bytes(cfg, smallest, task, settings))
         raise JaxLlamaError(
             f"no policy fits: even one row with everything on disk needs "
-            f"{need.device / 1e9:.3f} GB on the device and {need.disk / 1e9:.3f} GB of disk"
+            f"{need.device / 1e9:.3f} GB on the device, {need.host / 1e9:.3f} GB of host memory "
+            f"and {need.disk / 1e9:.3f} GB of disk"
         )
     return best[1]
 
@@ -277,6 +278,8 @@ def _linear_program(
     working = inner.device - (inner.weights + inner.cache + inner.hidden).device
     for need in needs.values():
         need += working, inner.reading, 0.0
+        if limits.device is None:  # its memory is the host's
+            need[1] += need[0]
     slope = np.stack([lanes[name] - lanes["off"] for name in PERCENTAGES], axis=1)  # [lane, share]
     rows, bounds = [], []
     for lane in range(len(slope)):  # lane(p) <= T

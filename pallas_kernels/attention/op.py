@@ -110,11 +110,25 @@ def decode_attention(
     _check(x, window)
     scale = max(q.shape[-1], 1) ** -0.5 if scale is None else float(scale)
     find = lambda: plan(q, k, v, table)  # noqa: E731
-    on_cpu = lambda: cpu.plan(q, k, table, sinks is not None)  # noqa: E731
+    on_cpu = lambda: _other(k, v) or cpu.plan(q, k, table, sinks is not None)  # noqa: E731
     found = choose_plan("decode_attention", implementation, find, q, k, v, cpu=on_cpu)
     if is_empty(q, k):  # there are no queries or no keys
         return jnp.zeros(q.shape, q.dtype)
     return _decode_attention(chosen(found, implementation), (window, scale, found), x)
+
+
+def _other(k: Cached, v: Cached) -> Reason | None:
+    """Return how a cache differs from those that kernels and handlers read, if it is in codes."""
+    if not (isinstance(k, QTensor) and isinstance(v, QTensor)):
+        return None
+    for name, part in (("k", k), ("v", v)):
+        if reason := unusual(part):
+            return Reason(f"{name} is {reason}")
+        if part.columns is not None or part.unit is not None:
+            return Reason(f"{name} has columns in another order, or a unit")
+    if k.scale.shape != v.scale.shape:
+        return Reason(f"k.scale {k.scale.shape} is not v.scale {v.scale.shape}")
+    return None
 
 
 def _kernel(call: _Static, x: Attended) -> jax.Array:
@@ -190,16 +204,14 @@ def plan(
     if not isinstance(k, QTensor) and k.dtype != q.dtype:
         return Reason(f"k and v are {name} where q is {q.dtype.name}")
     if isinstance(k, QTensor) and isinstance(v, QTensor):
+        if reason := _other(k, v):
+            return reason
         for part_name, part in (("k", k), ("v", v)):
-            if reason := unusual(part):
-                return Reason(f"{part_name} is {reason}")
             if part.group_size % 64 or part.scale.shape[-1] not in (1, 2, 4):
                 return Reason(
                     f"{part_name}.scale is of {part.group_size} features each; the kernel takes "
                     "multiples of 64"
                 )
-        if k.scale.shape != v.scale.shape:
-            return Reason(f"k.scale {k.scale.shape} is not v.scale {v.scale.shape}")
     if isinstance(rows := as_rows(k, table), Reason):
         return rows
     if q.ndim == 4:

@@ -367,7 +367,8 @@ def test_options_that_have_no_effect_are_refused(tmp_path):
     for options, says in (
         ({"disk_cache_gb": 1.0}, "disk_cache_gb = 1.0 needs disk_cache"),
         ({"host_cache_gb": 1.0, "prefix_cache": False}, "prefix_cache is False"),
-        ({"host_cache_gb": -1.0}, "host_cache_gb = -1.0: must be a number > 0"),
+        ({"host_cache_gb": -1.0}, r"host_cache_gb = -1.0: must be a number in \(0, 1e\+09\]"),
+        ({"disk_cache_gb": float("inf")}, r"disk_cache_gb = inf: must be a number in"),
         ({"disk_cache": ""}, "disk_cache = '': must be the name of a folder"),
     ):
         with pytest.raises(JaxLlamaError, match=says):

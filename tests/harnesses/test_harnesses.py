@@ -76,6 +76,10 @@ def test_answers_are_made_again_from_the_state_folder(tmp_path, monkeypatch, rea
         JaxLlamaError, match="of another model: kv_dtype, engine_deterministic differ"
     ):
         LocalModel(lm, NAME, tmp_path, **SIZES)
+    (tmp_path / MODEL_FILE).write_text("")  # as an earlier version left it when it was killed
+    for begin in (lambda: replay(lm, tmp_path), lambda: LocalModel(lm, NAME, tmp_path, **SIZES)):
+        with pytest.raises(JaxLlamaError, match=MODEL_FILE):
+            begin()
     (tmp_path / MODEL_FILE).unlink()
     with pytest.raises(JaxLlamaError, match="no state folder of an evaluation"):
         replay(lm, tmp_path)

@@ -344,3 +344,8 @@ def test_attention_divides_keys_by_their_positions(page):
     for capacity in (64, 528):
         np.testing.assert_array_equal(attend(True, capacity), want)
     np.testing.assert_allclose(want, attend(False, 640), atol=1e-6)
+
+
+def test_no_rows_have_fixed_sums_too():
+    with fixed_sums.fixed_sums(True):
+        assert quantized_matmul(jnp.zeros((0, 16)), jnp.zeros((8, 16))).shape == (0, 8)

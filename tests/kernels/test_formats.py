@@ -184,6 +184,7 @@ def test_grouped_products_and_their_gradients(name) -> None:
         ({"dtype": "nvfp4", "symmetric": False}, "nvfp4 has no zero points"),
         ({"dtype": "mxfp4", "scale_dtype": "float32"}, "have a dtype of their own"),
         ({"dtype": "float4_e2m1fn"}, "is not int8, int4, float8_e4m3fn, mxfp4"),
+        ({"dtype": "fp8-block", "scale_dtype": "int8"}, "scale_dtype"),
     ],
 )
 def test_options_that_a_format_fixes_are_refused(changes, words) -> None:
@@ -191,6 +192,11 @@ def test_options_that_a_format_fixes_are_refused(changes, words) -> None:
         quantize(np.zeros((4, 64), np.float32), **changes)
     with pytest.raises(ValueError, match="groups of 32 do not divide the last axis"):
         quantize(np.zeros((4, 48), np.float32), "mxfp4")
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_weight_without_rows_has_a_format(name) -> None:
+    assert quantize(np.zeros((0, 64), np.float32), name).shape == (0, 64)
 
 
 def test_parts_that_do_not_fit_are_named() -> None:

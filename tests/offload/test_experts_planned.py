@@ -30,7 +30,13 @@ from jaxllama.planner.cost import (
     predict,
     program_bytes,
 )
-from jaxllama.planner.experts import ExpertCosts, experts_step, layer_seconds
+from jaxllama.planner.experts import (
+    ExpertCosts,
+    expert_counts,
+    experts_step,
+    layer_seconds,
+    shares_of,
+)
 from jaxllama.planner.fitting import Calibration, Moving
 from jaxllama.planner.solve import check_fits, one_by_one, solve
 from jaxllama.planner.trial import random_tree
@@ -260,6 +266,15 @@ def test_costs_and_use_are_measured(tmp_path):
     tokens = np.random.default_rng(0).integers(0, 256, (4, 16))
     use = measured_use(model(Policy.parse("100 0 100 0 100 0 experts=50/50")), tokens)
     assert [round(float(own.sum()), 6) for own in use.layers.values()] == [4.0, 4.0]
+
+
+def test_experts_are_counted_where_they_are_placed():
+    """Without a table of use a load sees one layer at a time."""
+    cfg = CFG.replace(n_layers=4) if CFG.n_layers == 1 else CFG
+    policy = Policy.parse("100 0 100 0 100 0 experts=40/60")
+    place = Placement(policy, jnp.float32)
+    for layer, (found, _) in zip(expert_counts(cfg), shares_of(cfg, policy), strict=True):
+        assert found == place._place(layer, cfg.experts.n_experts)
 
 
 def test_plan_prints_slots_loads_and_what_the_cpu_computes(monkeypatch, tmp_path):

@@ -20,16 +20,18 @@ from benchmarks import offload_disk as disk_bench
 from benchmarks import offload_sweep as sweep
 from benchmarks.offload_sweep import grid, model_of, summary
 from jaxllama.config import load_config
+from jaxllama.errors import JaxLlamaError
 from jaxllama.evaluation import plan
 from jaxllama.offload.disk import DiskFile
 from jaxllama.offload.policy import Policy, Shares
 from jaxllama.offload.schedule import LANES, Overlapped
 from jaxllama.offload.store import Store
-from jaxllama.offload.units import ModelUnit
+from jaxllama.offload.units import ModelUnit, check_halves
 from jaxllama.planner import calibrate as calibration
 from jaxllama.planner.accounting import model_bytes, weight_shapes
-from jaxllama.planner.cost import PlannerSettings
+from jaxllama.planner.cost import PlannerSettings, need_of
 from jaxllama.planner.fitting import Calibration, Moving, contention, moving
+from jaxllama.planner.solve import solve
 from jaxllama.planner.trial import Watch, repeated_model, streamed_bytes
 
 PLAIN = PlannerSettings(jnp.float32, jnp.float32)
@@ -197,6 +199,24 @@ def test_a_sweep_makes_a_model_once_for_the_same_shares_of_weights(tmp_path, mon
     made = [models(policy) for policy in order]
     assert [lm.executor.policy for lm in made] == order
     assert made[0].params is made[1].params and made[2].params is made[3].params
+
+
+def test_a_device_without_a_limit_of_its_own_has_the_hosts():
+    """On a CPU: a model that does not fit it goes to the disk in part."""
+    cfg, task = model_of(128, 1).replace(n_layers=48), plan.Task(2, 8, 4)
+    settings = PlannerSettings(jnp.dtype("float32"), "float32", None)
+    room = model_bytes(cfg, jnp.float32) // 2
+    limits = plan.MemoryLimits(host=room, disk=10**12)
+    policy = solve(cfg, COSTS, task, limits, settings)
+    need = need_of(cfg, policy, task, settings)
+    assert need.device + need.host <= room and need.disk > 0
+
+
+def test_policies_with_late_norms_of_keys_are_refused():
+    cfg = model_of(128, 1).replace(qk_norm="head", qk_norm_last=True)
+    for own, text in ((cfg, "cpu_attention=true"), (cfg.replace(attn_sparsity=0.5), "")):
+        with pytest.raises(JaxLlamaError, match="norms q and k behind RoPE"):
+            check_halves(own, Policy.parse(f"0 100 0 100 0 100 {text}".strip()))
 
 
 @pytest.mark.slow

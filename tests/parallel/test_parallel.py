@@ -21,11 +21,12 @@ import numpy as np
 import pytest
 
 from jaxllama.checkpoints.hf import load as hf
-from jaxllama.config import load_config, preset_names
+from jaxllama.config import GLAConfig, load_config, preset_names
 from jaxllama.errors import JaxLlamaError
 from jaxllama.evaluation.speed.trace import step_parts
 from jaxllama.language_model import LanguageModel
 from jaxllama.model import shardings
+from jaxllama.model.params import param_table
 from jaxllama.model.split import (
     check_shards,
     local_config,
@@ -320,6 +321,16 @@ def test_fused_rows_are_regrouped_head_by_head():
     order = row_order(cfg, ("layer_0", "mlp", "gate_up", "weight"), 2)
     assert order.tolist() == [0, 1, 4, 5, 2, 3, 6, 7]
     assert row_order(cfg, ("embed", "weight"), 2).tolist() == [*range(97), -1]
+
+
+def test_decays_of_few_kv_heads_are_repeated_as_their_keys_are():
+    gla = GLAConfig(n_heads=4, n_kv_heads=2, expand_k=1.0, expand_v=1.0, decay="channel")
+    cfg = LLAMA.replace(layer_types=("gla",) * LLAMA.n_layers, gla=gla)
+    wanted = param_table(shardings.replicated_config(cfg, 4))
+    for path in param_table(cfg):
+        order = row_order(cfg, path, 4)
+        if order is not None and path[1:2] == ("mixer",):
+            assert len(order) == wanted[path].shape[0], path
 
 
 def test_presets_name_the_meshes_that_divide_them():

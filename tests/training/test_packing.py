@@ -27,6 +27,9 @@ MIXED = LLAMA.replace(
 KDA = dataclasses.replace(DELTA, n_k_heads=4, decay="channel", gate="low_rank", gate_bias=True)
 MODELS = {
     "gla, attention, delta": MIXED,
+    "ssm": LLAMA.replace(
+        n_layers=1, layer_types=("ssm",), mixers={"ssm": {"n_heads": 4, "head_dim": 16, "state": 8}}
+    ),
     "kda, capped attention": LLAMA.replace(
         layer_types=("delta", "attention"), delta=KDA, attn_softcap=2.0
     ),
@@ -71,8 +74,9 @@ def check_rows(alone, packed):
 
 
 @pytest.mark.core
-def test_packed_rows_equal_rows_alone():
-    (_, alone), (_, packed) = both_ways("gla, attention, delta", with_gradients=False)
+@pytest.mark.parametrize("name", ["gla, attention, delta", "ssm"])
+def test_packed_rows_equal_rows_alone(name):
+    (_, alone), (_, packed) = both_ways(name, with_gradients=False)
     check_rows(alone, packed)
 
 

@@ -21,6 +21,7 @@ from pallas_kernels.cpu.cache import CacheForm
 from pallas_kernels.cpu.handler import CpuPlan
 from pallas_kernels.cpu.scores import PART
 from pallas_kernels.cpu.target import TARGETS, VARIABLE
+from pallas_kernels.qtensor import quantize
 from tests.helpers.arrays import as_jax
 from tests.helpers.cache_cases import (
     cache_of,
@@ -289,6 +290,23 @@ def test_what_it_refuses_is_said(monkeypatch):
     assert "cpu, attention_cpu, " + jit.host().name in explain(decode_attention, q, k, v, lengths)
     monkeypatch.setenv(VARIABLE, "off")
     assert f"xla ({VARIABLE}=off)" in explain(decode_attention, q, k, v, lengths)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        [{"scale_dtype": jnp.bfloat16}] * 2,
+        [{}, {"group_size": 16}],
+        [{"symmetric": False}] * 2,
+    ],
+    ids=["scales of 16 bits", "groups of v", "zero points"],
+)
+def test_caches_of_other_layouts_are_left_to_xla(options):
+    q, k, v, lengths = heads_of(2, 40, *HEADS)
+    k, v = (quantize(x, "int8", **own) for x, own in zip((k, v), options, strict=True))
+    assert "xla" in explain(decode_attention, q, k, v, lengths)
+    got, want = (decode_attention(q, k, v, lengths, implementation=i) for i in (None, "xla"))
+    np.testing.assert_array_equal(got, want)
 
 
 def _under_load(calls: int) -> None:

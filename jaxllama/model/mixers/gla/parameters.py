@@ -131,7 +131,7 @@ def _ratio(width: int, d_model: int) -> float:
 def fused_heads(layer: LayerConfig, name: str, n: int) -> Heads | None:
     """(heads, rows a head) of the parts that a parameter's rows are, None where none moves."""
     gla: GLAConfig = layer.mixer
-    if name not in ("k", "v", "k_conv", "v_conv") or gla.n_kv_heads >= n:
+    if name not in ("k", "v", "gk_1", "k_conv", "v_conv") or gla.n_kv_heads >= n:
         return None
     d_k, d_v = gla.head_dims(layer.d_model)
     return [(gla.n_kv_heads, d_v if name in ("v", "v_conv") else d_k)]

@@ -38,7 +38,7 @@ from jaxllama.model.mixers.ssm.parameters import SSMOptions, options
 from jaxllama.model.records import At, Chunk, Draft, Pieces, Step
 from jaxllama.typing import Params
 from pallas_kernels.fixed_sums import rounded, row_sums
-from pallas_kernels.gla.op import gla_step
+from pallas_kernels.gla.op import gla, gla_step
 from pallas_kernels.operands import Columns, short_repr
 from pallas_kernels.ssd.op import ssd, ssd_as_gla
 
@@ -129,6 +129,15 @@ def _recur(
     operands: Sequence[jax.Array], at: Chunk | Step | Pieces, state: RecurrentState | None
 ) -> tuple[jax.Array, jax.Array | None]:
     """(heads ``[B, T, H, head_dim]``, state) of ``ssd``'s q, k, v and log_decay."""
+    if isinstance(at, Chunk) and at.segments is not None:  # which ``ssd`` has not
+        return gla(
+            *ssd_as_gla(*operands),
+            scale=1.0,
+            initial_state=None if state is None else state.state,
+            lengths=None if state is None else at.lengths,
+            segment_ids=at.segments,
+            return_state=state is not None,
+        )
     if isinstance(at, Chunk):
         return ssd(
             *operands,
