@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable, Mapping
@@ -302,9 +303,9 @@ def _for_codes(source: str | Path, path: Path, scheme: str, place: Placement | N
     Raises JaxLlamaError for another scheme, other codes, or a policy.
     """
     if scheme == "fp8-block-a8" and place is None:
-        codes = f"{stored_scheme(path)},"
-        if (found := codes.replace("=fp8-block,", f"={scheme},")) != codes:
-            return found.removesuffix(",")
+        found, count = re.subn(r"=fp8-block(?=,|$)", f"={scheme}", str(stored_scheme(path)))
+        if count:
+            return found
     raise JaxLlamaError(
         f"{source}: its weights are already quantized, so quantize={scheme!r} is not for it: "
         "leave that out, or start from the model in floats"

@@ -195,13 +195,16 @@ class Engine:
         JaxLlamaError
             For a request that can never run, or whose id is in flight.
         """
-        if self.asleep:
-            raise JaxLlamaError("the engine sleeps: wake it first")
+        self._check_awake()
         entry = request, on_event, self.admission.check(request), time.monotonic(), with_text
         queued = self.scheduler.waiting
         if not self._inbox.submit(request.id, entry, queued, self.options.max_queue):
             waiting = self._inbox.waiting(queued)
             raise QueueFull.of(waiting, self._retry_after(waiting))
+
+    def _check_awake(self) -> None:
+        if self.asleep:
+            raise JaxLlamaError("the engine sleeps: wake it first")
 
     def explain(self, request: Request) -> str:
         """Return a sentence on where the beginning of a request's prompt is now.
@@ -489,8 +492,7 @@ class Engine:
         self.counts["prompt_tokens"] += len(request.prompt)
         live = self._delivery.follow(sequence, on_event, matcher, with_text)
         try:
-            if self.asleep:  # since the request was submitted
-                raise JaxLlamaError("the engine sleeps: wake it first")
+            self._check_awake()  # it may have gone to sleep since the request was submitted
             if request.begun and self._recomputes:
                 live.to_skip = len(request.begun)
             elif request.begun:

@@ -122,10 +122,13 @@ def places(
 ) -> dict[int, ExpertPlace]:
     """Return where the experts of all layers lie.
 
-    counts: number of experts by layer.
+    counts: number of experts by layer. Without a table of use nothing ranks the layers, and each is
+        placed by itself, as a load sees one at a time.
 
     Raises JaxLlamaError if the table of use has other layers or experts.
     """
+    if use is None and len(counts) > 1:
+        return {layer: places(policy, {layer: n}, None)[layer] for layer, n in counts.items()}
     percentages = policy.expert_shares
     assert percentages is not None
     ranked: dict[int, list[tuple[float, int]]] = {}

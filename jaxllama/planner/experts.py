@@ -175,10 +175,7 @@ def _shares_of(
     counts = expert_counts(cfg)
     use = use_of(policy)
     found = []
-    # A table of use ranks all layers' experts; without one each layer is placed by itself.
-    placed = places(policy, counts, use) if use is not None else {}
-    for layer, count in counts.items():
-        place = placed[layer] if use is not None else places(policy, {layer: count}, None)[layer]
+    for layer, place in places(policy, counts, use).items():
         mixture = cfg.layers[layer].experts
         assert mixture is not None
         even = np.full(mixture.n_experts, mixture.n_active / mixture.n_experts)

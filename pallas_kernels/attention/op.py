@@ -203,9 +203,9 @@ def plan(
         return Reason(f"q has {n} heads on {n_kv} kv heads of k; the kernel takes 64 to one")
     if not isinstance(k, QTensor) and k.dtype != q.dtype:
         return Reason(f"k and v are {name} where q is {q.dtype.name}")
+    if reason := _other(k, v):
+        return reason
     if isinstance(k, QTensor) and isinstance(v, QTensor):
-        if reason := _other(k, v):
-            return reason
         for part_name, part in (("k", k), ("v", v)):
             if part.group_size % 64 or part.scale.shape[-1] not in (1, 2, 4):
                 return Reason(

@@ -39,7 +39,7 @@ def _olmo_hybrid(read: JsonReader) -> Fields:
     if types is None:
         types = [kinds[i % 4 == 3] for i in range(n)]
         types = types if kinds[1] in types else [*types[:-1], kinds[1]]
-    if not isinstance(types, list) or len(types) != n or not all(x in (*kinds,) for x in types):
+    if not isinstance(types, list) or len(types) != n or not all(x in kinds for x in types):
         raise read.error("layer_types", f"must be {n} entries of {kinds}")
     heads = read.size("num_attention_heads")
     n_k_heads = read.size("linear_num_key_heads", heads)

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -129,22 +129,14 @@ def _recur(
     operands: Sequence[jax.Array], at: Chunk | Step | Pieces, state: RecurrentState | None
 ) -> tuple[jax.Array, jax.Array | None]:
     """(heads ``[B, T, H, head_dim]``, state) of ``ssd``'s q, k, v and log_decay."""
-    if isinstance(at, Chunk) and at.segments is not None:  # which ``ssd`` has not
-        return gla(
-            *ssd_as_gla(*operands),
-            scale=1.0,
-            initial_state=None if state is None else state.state,
-            lengths=None if state is None else at.lengths,
-            segment_ids=at.segments,
-            return_state=state is not None,
-        )
     if isinstance(at, Chunk):
-        return ssd(
-            *operands,
-            initial_state=None if state is None else state.state,
-            lengths=None if state is None else at.lengths,
-            return_state=state is not None,
-        )
+        begin: dict[str, Any] = {"return_state": state is not None}
+        if state is not None:
+            begin |= {"initial_state": state.state, "lengths": at.lengths}
+        if at.segments is None:
+            return ssd(*operands, **begin)
+        # ``ssd`` has no segments.
+        return gla(*ssd_as_gla(*operands), scale=1.0, segment_ids=at.segments, **begin)
     assert state is not None
     q, k, v, log_decay = by_head = ssd_as_gla(*operands)
     if isinstance(at, Pieces):
