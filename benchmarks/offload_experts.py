@@ -29,6 +29,7 @@ import argparse
 import dataclasses
 import functools
 import json
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -67,7 +68,13 @@ from jaxllama.offload.store import Store
 from jaxllama.offload.units import SPAN
 from jaxllama.placement import Placement
 from jaxllama.planner.accounting import weight_shapes
-from jaxllama.planner.calibrate_experts import EXPERT_ROWS, StepPoint, depths, measure_experts
+from jaxllama.planner.calibrate_experts import (
+    EXPERT_ROWS,
+    TURNS,
+    StepPoint,
+    depths,
+    measure_experts,
+)
 from jaxllama.planner.cost import MemoryLimits, PlannerSettings, Task, need_of, predict
 from jaxllama.planner.experts import ExpertCosts, expert_counts, experts_step
 from jaxllama.planner.fitting import Calibration, Moving, nnls
@@ -357,18 +364,22 @@ def memory(host: Host) -> dict[str, float]:
 
 
 def decode(lm: LanguageModel, rows: int, warm: int, steps: int = 16) -> dict[str, Any]:
+    """Time steps. step_ms: their median; quiet_ms: that of the fastest of ``TURNS`` parts."""
     run = random_run(lm, rows, 1, warm + steps, CAPACITY, lm.dtype, 512, SPREAD)
     for _ in range(warm):
         timed_step(run)
     run.experts.reset()
-    times = sorted(timed_step(run) for _ in range(steps))
-    step, count = times[len(times) // 2], lm.config.n_layers * steps
+    times = [timed_step(run) for _ in range(steps)]
+    size = -(-steps // TURNS)
+    turns = [times[first : first + size] for first in range(0, steps, size)]
+    step, count = statistics.median(times), lm.config.n_layers * steps
     stats = offloaded(lm.executor).store.device.memory_stats() or {}
     return {
         "tokens_per_second": rows / step,
         "step_ms": 1e3 * step,
-        "fastest_ms": 1e3 * times[0],
-        "slowest_ms": 1e3 * times[-1],
+        "quiet_ms": 1e3 * min(statistics.median(own) for own in turns),
+        "fastest_ms": 1e3 * min(times),
+        "slowest_ms": 1e3 * max(times),
         "loads_a_layer": run.experts.loads / count,
         "computed_a_layer": run.experts.computed[0] / count,
         "peak_device_bytes": stats.get("peak_bytes_in_use"),
@@ -500,7 +511,7 @@ def solver(
         return max(found, key=rate)
 
     def compared(policy: Policy, rows: int, lm: LanguageModel) -> dict[str, Any]:
-        found = decode(lm, rows, 6, max(10, 40 // rows))
+        found = decode(lm, rows, 6, max(12, 112 // rows))
         expected = 1e3 * predict(cfg, policy, calibration, task(rows), settings).step
         steps = experts_step(cfg, costs, policy, (rows,), rows)
         need = need_of(cfg, policy, task(rows), settings, 0)
@@ -509,6 +520,7 @@ def solver(
             **found,
             "predicted_ms": expected,
             "prediction_error": expected / found["step_ms"] - 1,
+            "prediction_error_quiet": expected / found["quiet_ms"] - 1,
             "predicted_loads": sum(x.loads for x in steps) / len(steps),
             "predicted_computed": sum(x.computed for x in steps) / len(steps),
             "predicted_device_bytes": need.device,

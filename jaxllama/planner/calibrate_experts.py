@@ -15,7 +15,9 @@ that a run has. Each series gives the seconds of a layer:
     both            none on the device, divided by the costs of link and CPU: ``both``
 
 Steps are timed at two depths, because what a step has besides its layers differs between the
-series: the host dispatches layers while the link is busy, and not while it waits. The runs
+series: the host dispatches layers while the link is busy, and not while it waits. The speed of a
+shared host changes within a second by half, and the differences would be that noise. So a series'
+steps are timed in turns, and each point is its fastest turn's median. The runs
 count the experts that they load and compute, so the fit does not assume how the random router
 chooses. Rows sample their tokens, because greedy rows of a random model become alike.
 """
@@ -33,6 +35,7 @@ from jax.typing import DTypeLike
 from jaxllama.config import ModelConfig
 from jaxllama.decoding.sampling import Sampling
 from jaxllama.executors.offloaded.executor import offloaded
+from jaxllama.executors.offloaded.run import OffloadRun
 from jaxllama.language_model import LanguageModel
 from jaxllama.offload.expert_places import ExpertUse
 from jaxllama.offload.policy import ALL_ON_CPU, CPU_PAIRS, Policy
@@ -45,8 +48,8 @@ EXPERT_ROWS = (1, 16)
 CPU_ROWS = (1, 4, 16)  # three, for a layer, an expert and a further token of it
 PROMPT, PROMPTS = 512, 2  # tokens, and how often they are timed
 CONTEXT, ROOM = 1, 127  # a prompt of one token has a step's programs
-WARM, STEPS, LEAST = 8, 110, 12  # steps; at least ``LEAST``, and more for ``SECONDS``
-SECONDS = 0.4
+WARM, STEPS, LEAST = 8, 27, 3  # steps; of a turn at least ``LEAST``, and more for ``SECONDS``
+SECONDS, TURNS = 0.1, 4
 EVERYWHERE = Policy.parse(f"100 0 100 0 100 0 gpu_batch_size={EXPERT_ROWS[-1]}")
 
 
@@ -92,11 +95,6 @@ def measure_experts(
     )
     half = dataclasses.replace(cold, experts="50/50")
 
-    def points(name: str, lm: LanguageModel, rows: Sequence[int]) -> list[StepPoint]:
-        found = [_point(lm, row, kv_dtype, chunk) for row in rows]
-        tell(name, found)
-        return found
-
     def by_layer(
         name: str,
         lm: LanguageModel,
@@ -106,8 +104,11 @@ def measure_experts(
     ) -> Series:
         """Return the steps without what each row takes beside the experts, ``a_row``."""
         lm = dataclasses.replace(lm, executor=offloaded(lm.executor).with_policy(**changes))
-        short = points(f"{name}, shallow", dataclasses.replace(lm, config=shallow), rows)
-        long = points(name, lm, rows)
+        lms = dataclasses.replace(lm, config=shallow), lm
+        points = timed_points([(each, row) for each in lms for row in rows], kv_dtype, chunk)
+        short, long = points[: len(rows)], points[len(rows) :]
+        tell(f"{name}, shallow", short)
+        tell(name, long)
         seconds = np.array([[point.seconds for point in found] for found in (long, short)])
         layers = cfg.n_layers - shallow.n_layers
         return Series(
@@ -201,18 +202,33 @@ def _both(costs: ExpertCosts, found: Series) -> tuple[float, ...]:
     return nnls(terms, np.array(rest), np.array(whole)) if terms else (0.0, 0.0)
 
 
-def _point(lm: LanguageModel, rows: int, kv_dtype: DTypeLike, chunk: int) -> StepPoint:
+def timed_points(
+    of: Sequence[tuple[LanguageModel, int]], kv_dtype: DTypeLike, chunk: int
+) -> list[StepPoint]:
+    """Return a point of each model and number of rows; all are timed in turns."""
     capacity, spread = CONTEXT + ROOM, Sampling(temperature=100.0)
-    run = random_run(lm, rows, CONTEXT, ROOM, capacity, kv_dtype, chunk, spread)
-    for _ in range(WARM):
-        timed_step(run)
-    run.experts.reset()
-    times: list[float] = []
-    while len(times) < LEAST or (len(times) < STEPS and sum(times) < SECONDS):
-        times.append(timed_step(run))
-    count, (computed, pairs) = lm.config.n_layers * len(times), run.experts.computed
+    runs = [
+        random_run(lm, rows, CONTEXT, ROOM, capacity, kv_dtype, chunk, spread) for lm, rows in of
+    ]
+    for run in runs:
+        for _ in range(WARM):
+            timed_step(run)
+        run.experts.reset()
+    turns: list[list[list[float]]] = [[] for _ in runs]
+    for _ in range(TURNS):
+        for run, found in zip(runs, turns, strict=True):
+            times: list[float] = []
+            while len(times) < LEAST or (len(times) < STEPS and sum(times) < SECONDS):
+                times.append(timed_step(run))
+            found.append(times)
+    return [_point(*each) for each in zip(runs, turns, strict=True)]
+
+
+def _point(run: OffloadRun, turns: list[list[float]]) -> StepPoint:
+    count = run.cfg.n_layers * sum(len(times) for times in turns)
+    computed, pairs = run.experts.computed
     return StepPoint(
-        statistics.median(times),
+        min(statistics.median(times) for times in turns),
         run.experts.loads / count,
         computed / count,
         (pairs - computed) / count,

@@ -13,7 +13,7 @@ link and CPU (``offloaded.experts.divided``), and
                                                       and experts * expert + tokens * token
 
 where ``tokens`` are those beyond the first of an expert, and ``dispatch`` is the host's time for a
-layer whose experts are all on the device. Experts with many tokens take what these take in a
+layer whose experts are all on the device. Pairs beyond those of a step take what they take in a
 prompt. A layer that only loads waits for nothing on the host, so the link hides the dispatch. A
 layer of which the CPU may compute experts waits for its router, on a GPU without the host
 (``offloaded.mailbox``), also if it needs none of them. Slots of other experts on the device add to
@@ -34,7 +34,7 @@ import numpy as np
 from jaxllama.config import ModelConfig
 from jaxllama.executors.offloaded.experts import divided
 from jaxllama.offload.expert_places import ExpertPlace, places, use_of
-from jaxllama.offload.policy import ALL_ON_CPU, Policy
+from jaxllama.offload.policy import ALL_ON_CPU, CPU_PAIRS, Policy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +72,9 @@ class ExpertCosts:
     def on_cpu(self, computed: float, extra: float) -> float:
         """Return the CPU's seconds for so many experts with ``extra`` further tokens."""
         _, expert, token = self.cpu
-        return max(computed * expert + extra * token, (computed + extra) * self.prompt[0])
+        pairs = computed + extra
+        # Steps, of which ``expert`` and ``token`` are, have no more than ``CPU_PAIRS``.
+        return max(computed * expert + extra * token, (pairs - CPU_PAIRS) * self.prompt[0])
 
     def seconds(
         self,

@@ -202,10 +202,10 @@ def test_a_prompt_s_experts_are_loaded_where_the_cpu_computes_all_of_a_step():
     [piece] = experts_step(CFG, COSTS, policy, (33,), keeps=False)
     assert (round(step.loads), round(step.computed)) == (0, 32)
     assert (round(piece.loads), round(piece.computed)) == (32, 0)
-    # Many tokens of an expert cost what they do in a prompt, few what they do in a step.
+    # A prompt's pairs cost what was measured in one, and a step's what was in steps.
     dear = dataclasses.replace(COSTS, prompt=(1e-3,))
-    assert dear.on_cpu(1, 0) == pytest.approx(1e-3) and dear.of_policy["cpu_token"] == 4.0
-    assert COSTS.on_cpu(2, 9) == pytest.approx(2 * 2e-4 + 9 * 2e-5)
+    assert dear.on_cpu(128, 4096) == pytest.approx(4.096) and dear.of_policy["cpu_token"] == 4.0
+    assert dear.on_cpu(2, 9) == COSTS.on_cpu(2, 9) == pytest.approx(2 * 2e-4 + 9 * 2e-5)
 
 
 def test_a_long_prompt_passes_in_longer_pieces_where_there_is_room():
