@@ -47,6 +47,8 @@ def row_parallel_matmul(
         inputs: jax.Array | QTensor = x
         if weight.activations is not None and weight.input_scale is not None:
             inputs = quantize_tokens(x, weight.activations, scale=weight.input_scale)
+        elif weight.activations is not None and codes_by_group(weight):
+            inputs = quantize_tokens(x, weight.activations, group_size=weight.group_size)
         elif weight.activations is not None:
             inputs = quantize_split_tokens(x, weight.activations)
         total = _quantized_sum(inputs, weight, dtype)
@@ -64,8 +66,15 @@ def row_parallel_matmul(
     return total if bias is None else total + bias.astype(jnp.float32)
 
 
+def codes_by_group(weight: QTensor) -> bool:
+    """Whether the weight's input is quantized in the weight's groups of columns: FP8 in blocks."""
+    return weight.dtype == jnp.float8_e4m3fn and weight.scale.shape[-1] > 1
+
+
 def _quantized_sum(x: jax.Array | QTensor, weight: QTensor, dtype: jnp.dtype) -> jax.Array:
     """The float32 product, summed over the shards."""
+    if isinstance(x, QTensor) and x.scale.shape[-1] > 1:
+        return lax.psum(quantized_matmul(x, weight, out_dtype=jnp.float32), MODEL_AXIS)
     if isinstance(x, QTensor):
         # Sums of codes come first, scales after: integers below 2^24 add up exactly.
         unit = jnp.ones((), jnp.float32)
@@ -73,7 +82,8 @@ def _quantized_sum(x: jax.Array | QTensor, weight: QTensor, dtype: jnp.dtype) ->
         integers = dataclasses.replace(x, scale=ones, input_scale=None)
         name = "scale" if weight.unit is None else "unit"
         of_rows = getattr(weight, name)
-        if name == "scale" and weight.dtype == jnp.int4:  # a shard's groups have their own
+        # A shard's groups have their own, and its one group may be a block of FP8.
+        if name == "scale" and weight.dtype in (jnp.int4, jnp.float8_e4m3fn):
             of_rows = unit.reshape(1, 1)
         else:
             weight = dataclasses.replace(weight, **{name: jnp.ones_like(of_rows)})

@@ -137,14 +137,17 @@ def measure_experts(
     if not computes:
         return ExpertCosts(layer, load, (), (), (slots, 0.0), (0.0, 0.0))
     by_cpu = [min(rows, CPU_PAIRS // cfg.experts.n_active) for rows in CPU_ROWS], layer[1]
+    least = _prompt_seconds(dataclasses.replace(cold_lm, config=shallow), kv_dtype, chunk)
+    tell("CPU, prompt", [StepPoint(least, 0.0, 0.0, 0.0)])
     found = by_layer("CPU", cold_lm, *by_cpu)
     cpu = nnls(_computed(found), found.seconds, found.whole)
+    if cpu[2] > least:  # even use has few further tokens, whose cost noise can hide
+        rest = found.seconds - least * np.array([both for *_, both in _computed(found)])
+        cpu = *nnls([own[:2] for own in _computed(found)], rest, found.whole), least
     found = by_layer("CPU, slots", half_lm, *by_cpu)
     both_slots = slots, added(found, _computed(found), cpu)
     visit, expert, token = cpu
     cpu = visit, expert + token, token
-    least = _prompt_seconds(dataclasses.replace(cold_lm, config=shallow), kv_dtype, chunk)
-    tell("CPU, prompt", [StepPoint(least, 0.0, 0.0, 0.0)])
     costs = ExpertCosts(layer, load, cpu, (least,), both_slots, (0.0, 0.0))
     found = by_layer("both", cold_lm, *by_cpu, **costs.of_policy)
     return dataclasses.replace(costs, both=_both(costs, found))

@@ -139,7 +139,8 @@ def calibrate(
         assert scheme is not None
         if scheme.activations is not None:
             raise JaxLlamaError(f"scheme {recipe.text!r}: an embedding needs a weight-only scheme")
-        out["embed"] = {"weight": round_weight(params["embed"]["weight"], scheme, "embed")}
+        rounded = round_weight(params["embed"]["weight"], scheme, "embed", scale_dtype)
+        out["embed"] = {**params["embed"], "weight": rounded}
     h: list[jax.Array] | None = None
     for index, name in enumerate(names):
         stored = None if work is None else work.load(name)

@@ -57,3 +57,11 @@ def test_a_group_has_its_own_experts_and_all_else():
     assert local.experts.exchanges
     assert local.n_heads == MIXTURE.n_heads
     assert not local_config(MIXTURE, 1, 3).experts.exchanges
+
+
+def test_blocks_of_fp8_are_split_over_devices_with_their_scales():
+    """Two blocks a device have codes in groups, as one device has. One has a token's whole scale,
+    so it differs by FP8's rounding, 2 ** -4, alone."""
+    one, two = results_of("fp8_mesh_child", n_devices=2)
+    assert one["off"][0] == one["off"][1] < 2**-4
+    assert two["off"][0] == two["off"][1] < 1e-5

@@ -17,6 +17,7 @@ import pytest
 import jaxllama as jl
 from jaxllama.checkpoints.hf.save import flatten
 from jaxllama.cli.main import main
+from jaxllama.errors import JaxLlamaError
 from jaxllama.evaluation.perplexity import perplexity
 from jaxllama.language_model import LanguageModel
 from jaxllama.quantization import tune as tuning
@@ -212,3 +213,12 @@ def _all_logits(params, row, lengths):
 
     hidden = forward(CFG, params, row, lengths, None, sparse=False)[0]
     return logits(CFG, params, hidden)[0]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "format"),
+    [("fp8-block", "fp8"), ("nvfp4", "modelopt"), ("nvfp4", "compressed-tensors")],
+)
+def test_formats_whose_rows_share_scales_refuse_tuning_at_once(tmp_path, scheme, format):
+    with pytest.raises(JaxLlamaError, match=f"rows of {scheme} get scales of their own"):
+        QuantizeRequest(tmp_path / "out", scheme, "rtn", format, "text", 2, 64, tune=2)
