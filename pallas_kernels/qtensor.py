@@ -176,6 +176,11 @@ class QTensor:
         """Whether each 128 rows are known to share their scales."""
         return self.blocked is not None and self.q.shape[-2:-1] == (self.blocked,)
 
+    @property
+    def has_input_groups(self) -> bool:
+        """Whether its input is quantized in its own groups of columns: FP8 in blocks."""
+        return self.dtype == jnp.float8_e4m3fn and self.scale.shape[-1] > 1
+
     def rows(self, index: jax.Array | np.ndarray | slice) -> QTensor:
         """Return the QTensor with its leading axes indexed: rows of a weight, or a slice."""
         zero, unit = (None if v is None else v[index] for v in (self.zero, self.unit))

@@ -35,7 +35,7 @@ from jaxllama.config import StepConfig
 from jaxllama.model.elementwise import layer_norm
 from jaxllama.model.experts.route import Routed, has_plain_scores, route, with_factors
 from jaxllama.model.lora import Adapted, Lora
-from jaxllama.parallel.collectives import codes_by_group, row_parallel_matmul
+from jaxllama.parallel.collectives import row_parallel_matmul
 from jaxllama.parallel.mesh import is_split
 from jaxllama.typing import Options, Params, Tree
 from pallas_kernels.cpu import CpuWeight
@@ -470,7 +470,7 @@ def _codes_matmul(
     dtype = x.dtype if dtype is None else dtype
     if not isinstance(x, QTensor):
         assert weight.activations is not None
-        group = weight.group_size if codes_by_group(weight) else None
+        group = weight.group_size if weight.has_input_groups else None
         x = quantize_tokens(x, weight.activations, scale=weight.input_scale, group_size=group)
     return quantized_matmul(x, weight, bias=bias, out_dtype=dtype)
 
@@ -532,6 +532,6 @@ def input_codes(linear: Params) -> str | None:
     if isinstance(weight, RowBlocks) and _lora(linear) is None:
         wanted = {input_codes({"weight": block}) for block in weight.blocks}
         return wanted.pop() if len(wanted) == 1 else None
-    if isinstance(weight, QTensor) and weight.input_scale is None and not codes_by_group(weight):
+    if isinstance(weight, QTensor) and weight.input_scale is None and not weight.has_input_groups:
         return weight.activations
     return None

@@ -47,7 +47,7 @@ def row_parallel_matmul(
         inputs: jax.Array | QTensor = x
         if weight.activations is not None and weight.input_scale is not None:
             inputs = quantize_tokens(x, weight.activations, scale=weight.input_scale)
-        elif weight.activations is not None and codes_by_group(weight):
+        elif weight.activations is not None and weight.has_input_groups:
             inputs = quantize_tokens(x, weight.activations, group_size=weight.group_size)
         elif weight.activations is not None:
             inputs = quantize_split_tokens(x, weight.activations)
@@ -64,11 +64,6 @@ def row_parallel_matmul(
         )
         total = lax.psum(partial, MODEL_AXIS).reshape(*x.shape[:-1], weight.shape[0])
     return total if bias is None else total + bias.astype(jnp.float32)
-
-
-def codes_by_group(weight: QTensor) -> bool:
-    """Whether the weight's input is quantized in the weight's groups of columns: FP8 in blocks."""
-    return weight.dtype == jnp.float8_e4m3fn and weight.scale.shape[-1] > 1
 
 
 def _quantized_sum(x: jax.Array | QTensor, weight: QTensor, dtype: jnp.dtype) -> jax.Array:

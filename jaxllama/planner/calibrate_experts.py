@@ -15,11 +15,11 @@ that a run has. Each series gives the seconds of a layer:
     both            none on the device, divided by the costs of link and CPU: ``both``
 
 Steps are timed at two depths, because what a step has besides its layers differs between the
-series: the host dispatches layers while the link is busy, and not while it waits. The speed of a
-shared host changes within a second by half, and the differences would be that noise. So a series'
-steps are timed in turns, and each point is its fastest turn's median. The runs
-count the experts that they load and compute, so the fit does not assume how the random router
-chooses. Rows sample their tokens, because greedy rows of a random model become alike.
+series: the host dispatches layers while the link is busy, and not while it waits. A shared host's
+speed changes within a second by half, and the differences would be that noise. So a series' steps
+are timed in turns, and each point is its fastest turn's median. The runs count the experts that
+they load and compute, so the fit does not assume how the random router chooses. Rows sample their
+tokens, because greedy rows of a random model become alike.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def measure_experts(
         """Return the steps without what each row takes beside the experts, ``a_row``."""
         lm = dataclasses.replace(lm, executor=offloaded(lm.executor).with_policy(**changes))
         lms = dataclasses.replace(lm, config=shallow), lm
-        points = timed_points([(each, row) for each in lms for row in rows], kv_dtype, chunk)
+        points = _timed_points([(each, row) for each in lms for row in rows], kv_dtype, chunk)
         short, long = points[: len(rows)], points[len(rows) :]
         tell(f"{name}, shallow", short)
         tell(name, long)
@@ -137,18 +137,14 @@ def measure_experts(
     if not computes:
         return ExpertCosts(layer, load, (), (), (slots, 0.0), (0.0, 0.0))
     by_cpu = [min(rows, CPU_PAIRS // cfg.experts.n_active) for rows in CPU_ROWS], layer[1]
-    least = _prompt_seconds(dataclasses.replace(cold_lm, config=shallow), kv_dtype, chunk)
-    tell("CPU, prompt", [StepPoint(least, 0.0, 0.0, 0.0)])
-    found = by_layer("CPU", cold_lm, *by_cpu)
-    cpu = nnls(_computed(found), found.seconds, found.whole)
-    if cpu[2] > least:  # even use has few further tokens, whose cost noise can hide
-        rest = found.seconds - least * np.array([both for *_, both in _computed(found)])
-        cpu = *nnls([own[:2] for own in _computed(found)], rest, found.whole), least
+    prompt = _prompt_seconds(dataclasses.replace(cold_lm, config=shallow), kv_dtype, chunk)
+    tell("CPU, prompt", [StepPoint(prompt, 0.0, 0.0, 0.0)])
+    cpu = _cpu_costs(by_layer("CPU", cold_lm, *by_cpu), prompt)
     found = by_layer("CPU, slots", half_lm, *by_cpu)
     both_slots = slots, added(found, _computed(found), cpu)
     visit, expert, token = cpu
     cpu = visit, expert + token, token
-    costs = ExpertCosts(layer, load, cpu, (least,), both_slots, (0.0, 0.0))
+    costs = ExpertCosts(layer, load, cpu, (prompt,), both_slots, (0.0, 0.0))
     found = by_layer("both", cold_lm, *by_cpu, **costs.of_policy)
     return dataclasses.replace(costs, both=_both(costs, found))
 
@@ -172,6 +168,17 @@ def _loaded(found: Series) -> list[tuple[float, float]]:
 def _computed(found: Series) -> list[tuple[float, float, float]]:
     """Return the terms of the costs ``cpu``: an expert costs what a token does, and more."""
     return [(1.0, point.computed, point.computed + point.extra) for point in found.points]
+
+
+def _cpu_costs(found: Series, prompt: float) -> tuple[float, ...]:
+    """Return the coefficients of ``_computed``'s terms. Even use has few further tokens, whose cost
+    noise can hide; it is at most ``prompt``, that of a prompt's."""
+    terms = _computed(found)
+    costs = nnls(terms, found.seconds, found.whole)
+    if costs[2] <= prompt:
+        return costs
+    rest = found.seconds - prompt * np.array([pairs for *_, pairs in terms])
+    return *nnls([own[:2] for own in terms], rest, found.whole), prompt
 
 
 def depths(cfg: ModelConfig) -> tuple[int, int]:
@@ -205,7 +212,7 @@ def _both(costs: ExpertCosts, found: Series) -> tuple[float, ...]:
     return nnls(terms, np.array(rest), np.array(whole)) if terms else (0.0, 0.0)
 
 
-def timed_points(
+def _timed_points(
     of: Sequence[tuple[LanguageModel, int]], kv_dtype: DTypeLike, chunk: int
 ) -> list[StepPoint]:
     """Return a point of each model and number of rows; all are timed in turns."""

@@ -56,13 +56,13 @@ from jaxllama.quantization.work import QuantizeWork, fingerprint
 from jaxllama.typing import DictKey, JsonObject, Leaf, Params, ParamsDict
 from pallas_kernels.qtensor import QTensor, leaves_of, tree_bytes
 
-# Formats that keep the head in floats unless a rule names it, and why.
 # Weights whose rows share scales in a format, which tuning would give scales of their own.
 _SHARED_SCALES = {
     "fp8": {"fp8-block"},
     "modelopt": {"nvfp4"},
     "compressed-tensors": {"nvfp4"},
 }
+# Formats that keep the head in floats unless a rule names it, and why.
 _FLOAT_HEADS = {
     "awq": "no quantized head",
     "fp8": "no weights of other schemes",
@@ -117,9 +117,9 @@ class QuantizeRequest:
         for name, least in (("samples", 0), ("window", 2), ("tune", 0)):
             if getattr(self, name) < least:
                 raise JaxLlamaError(f"{name} = {getattr(self, name)}: must be at least {least}")
-        if self.tune and any(scheme.weights == "mxfp4" for scheme in recipe.schemes):
-            raise JaxLlamaError(f"tune = {self.tune}: mxfp4's scales are powers of two, which stay")
         kinds = {scheme.weights for scheme in recipe.schemes}
+        if self.tune and "mxfp4" in kinds:
+            raise JaxLlamaError(f"tune = {self.tune}: mxfp4's scales are powers of two, which stay")
         if self.tune and (shared := sorted(kinds & _SHARED_SCALES.get(self.format, set()))):
             raise JaxLlamaError(
                 f"tune = {self.tune}: rows of {shared[0]} get scales of their own, which format "
