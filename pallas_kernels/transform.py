@@ -91,6 +91,7 @@ class Op(Generic[Out_co]):
 
     def __call__(self, choice: OpChoice, static: Hashable, *operands: object) -> Out_co:
         leaves, tree = jax.tree.flatten(operands)
+        leaves = [jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in leaves]
         if choice.implementation != "xla" and any(map(_is_explicitly_sharded, leaves)):
             choice = self.unsharded(choice)
         return _apply(OpCall(self, choice, static, tree), *equally_varying(leaves))
@@ -174,11 +175,15 @@ def _apply(call: OpCall[Out], *leaves: jax.Array) -> Out:
 
 
 def _launch(call: OpCall[Out], leaves: Leaves) -> Out:
-    """Trace the kernel as if on one device; its results vary over the axes that operands do."""
+    """Trace the kernel as if on one device; its results vary over the axes that operands do.
+
+    Its indices are int32 under ``jax_enable_x64`` too.
+    """
     assert call.op.kernel is not None
     shapes = call.tree.unflatten(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
     kernel = functools.partial(call.op.kernel, call.static)
-    jaxpr, out = jax.make_jaxpr(kernel, return_shape=True)(*shapes)
+    with jax.enable_x64(False):
+        jaxpr, out = jax.make_jaxpr(kernel, return_shape=True)(*shapes)
     return jax.tree.structure(out).unflatten(kernel_p.bind(*leaves, jaxpr=jaxpr, call=call))
 
 

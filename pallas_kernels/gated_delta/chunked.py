@@ -109,7 +109,7 @@ def _scalar_products(
 ) -> tuple[jax.Array, jax.Array]:
     """P (lower triangular) and, without beta, M (strictly lower), ``[..., C, C]``."""
     length = q.shape[-2]
-    between = jnp.zeros((*levels[0].shape[:-1], length))
+    between = jnp.zeros((*levels[0].shape[:-1], length), jnp.float32)
     for index, level in enumerate(levels):
         both = level + jnp.swapaxes(level, -1, -2)
         between = jnp.where(pairs(length, 1 << index), both, between)

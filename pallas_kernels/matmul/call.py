@@ -210,6 +210,8 @@ def check_codes(x: QTensor, w: jax.Array | QTensor | CpuWeight, has_norm: bool) 
             raise ValueError(
                 f"quantized_matmul: x has {groups[0]} groups of scales, and w {groups[1]}"
             )
+        if w.columns is not None or w.zero is not None:
+            raise ValueError("quantized_matmul: with groups of x, w has neither columns nor zeros")
         return
     for name, t in (("x", x), ("w", w)):
         if t.dtype == jnp.int4:

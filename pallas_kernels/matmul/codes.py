@@ -20,6 +20,7 @@ from pallas_kernels.fixed_sums import by_blocks
 from pallas_kernels.matmul.call import LowRankTerm, Static
 from pallas_kernels.matmul.weight_only import Dims, finish, map_tiles, weight_only
 from pallas_kernels.qtensor import QTensor, take_columns
+from pallas_kernels.transform import equally_varying
 
 _LAST: Dims = (((1,), (1,)), ((), ()))
 # |sum of 1024 products of int8| <= 2^24, which float32 holds exactly.
@@ -46,10 +47,9 @@ def codes(
 
 def _sums_by_group(x: QTensor, w: QTensor) -> jax.Array:
     """``x[M, K]`` times ``w[N, K]`` of codes with scales ``[M, G]`` and ``[N, G]``, in float32."""
-    groups = x.scale.shape[1]
 
     def by_group(t: QTensor) -> tuple[jax.Array, jax.Array]:
-        rows = t.q.reshape(t.shape[0], groups, -1).swapaxes(0, 1)
+        rows = t.q.reshape(t.shape[0], t.scale.shape[1], -1).swapaxes(0, 1)
         return rows, t.scale.astype(jnp.float32).T
 
     def add(total: jax.Array, group: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
@@ -57,7 +57,8 @@ def _sums_by_group(x: QTensor, w: QTensor) -> jax.Array:
         return total + pair_sums(xq, wq) * (x_scale[:, None] * w_scale), None
 
     zero = jnp.zeros((x.shape[0], w.shape[0]), jnp.float32)
-    return lax.scan(add, zero, (*by_group(x), *by_group(w)))[0]
+    zero, groups = equally_varying((zero, (*by_group(x), *by_group(w))))
+    return lax.scan(add, zero, groups)[0]
 
 
 def _int4_sums(x: QTensor, w: QTensor) -> jax.Array:

@@ -82,6 +82,10 @@ def quantize_adapted(
     check(op, _OPERANDS, x=x, first=first, adapter=adapter, weight=weight, residual=residual)
     if x.shape[-1] != k * (1 + gated):
         raise ValueError(f"{op}: x {x.shape} has not the columns of first {first.shape}")
+    if norm is None and residual is not None:
+        raise ValueError(f"{op}: residual goes with a norm")
+    if norm is not None and gated:
+        raise ValueError(f"{op}: norm and gated exclude each other")
     form = "gate" if gated else "copy" if norm is None else "norm"
     codes = jnp.dtype(quantize).name
     found = choose_plan(

@@ -8,7 +8,7 @@ Source: GLU variants, arXiv 2002.05202; FasterLLaMA's DequantizedSiluMultiplyQua
 from __future__ import annotations
 
 import functools
-from typing import overload
+from typing import NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
@@ -95,13 +95,10 @@ def swiglu(
     if activation not in GATES or (codes is not None and activation != "silu"):
         known = ", ".join(GATES if codes is None else GATES[:1])
         raise ValueError(f"swiglu: activation {activation!r} is not one of {known}")
-    if activation != "silu":
-        gate, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=-1)
-        return (ACTIVATIONS[activation](gate) * up).astype(gate_up.dtype)
     scale = None if scale is None else scale.astype(jnp.float32)
     find = functools.partial(_plan, gate_up, codes, scale is not None)
     found = choose_plan("swiglu", implementation, find, gate_up, scale)
-    return _swiglu(chosen(found, implementation), (codes, found), gate_up, scale)
+    return _swiglu(chosen(found, implementation), _Call(activation, codes, found), gate_up, scale)
 
 
 def _plan(gate_up: jax.Array, codes: str | None, given: bool) -> RowsPlan | Reason:
@@ -112,19 +109,26 @@ def _plan(gate_up: jax.Array, codes: str | None, given: bool) -> RowsPlan | Reas
     return plan("gate", gate_up, codes, given=given, name="gate_up")
 
 
-def _kernel(static: tuple[str, RowsPlan], gate_up: jax.Array, scale: jax.Array | None) -> QTensor:
+class _Call(NamedTuple):
+    """The static arguments of a call."""
+
+    activation: str
+    codes: str | None
+    plan: RowsPlan | None
+
+
+def _kernel(static: _Call, gate_up: jax.Array, scale: jax.Array | None) -> QTensor:
     from pallas_kernels.rows import kernel
 
-    out = kernel.run(static[1], gate_up, given=scale)
+    assert static.plan is not None
+    out = kernel.run(static.plan, gate_up, given=scale)
     return QTensor(out[0], out[1]) if scale is None else of_one_scale(out[0], scale)
 
 
-def _xla(
-    static: tuple[str | None, RowsPlan | None], gate_up: jax.Array, scale: jax.Array | None
-) -> jax.Array | QTensor:
-    codes, _ = static
+def _xla(static: _Call, gate_up: jax.Array, scale: jax.Array | None) -> jax.Array | QTensor:
+    codes = static.codes
     gate, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=-1)
-    y = jax.nn.silu(gate) * up
+    y = ACTIVATIONS[static.activation](gate) * up
     if codes is None:
         return y.astype(gate_up.dtype)
     if scale is None:

@@ -100,6 +100,11 @@ def _int4_pair(dtype):
     return _quantize(x), _quantize(w, "int4", group_size=128, scale_dtype="int8")
 
 
+def _fp8_groups(dtype):
+    x, w = _arrays(jnp.float32, (4, 256), (256, 256))
+    return ops.quantize_tokens(x, "float8_e4m3fn", group_size=128), _quantize(w, "fp8-block")
+
+
 def _cache(dtype, words: str | None):
     k, v = _arrays(dtype, (2, 128, 1, 64), (2, 128, 1, 64))
     if words is not None:
@@ -221,6 +226,12 @@ CASES = {
             out_dtype=jnp.bfloat16 if implementation == "mosaic" else jnp.float32,
         ),
         _int4_pair,
+        (True, False),
+        quantized_matmul_reference,
+    ),
+    "matmul-fp8-groups": Case(
+        functools.partial(ops.quantized_matmul, out_dtype=jnp.float32),
+        _fp8_groups,
         (True, False),
         quantized_matmul_reference,
     ),
@@ -594,6 +605,27 @@ def test_kernels_lower_under_every_transformation(name: str) -> None:
     jax.eval_shape(lambda *x: jax.jvp(g, x, x), *floats)
     with pytest.raises(ValueError, match=r"several devices.*shard_map"):
         _cuda(f, *placed)
+
+
+@newest
+def test_kernels_lower_under_x64() -> None:
+    """Of many rows, of pairs, and of gradients: their indices are int32."""
+    bf16, f32 = (functools.partial(jax.ShapeDtypeStruct, dtype=d) for d in ("bfloat16", "float32"))
+    words = jax.jit(functools.partial(ops.quantize, dtype="int4", group_size=128))
+    w, experts = (jax.eval_shape(words, f32(s)) for s in ((256, 256), (4, 256, 256)))
+    heads, gates = bf16((1, 64, 2, 128)), (f32((1, 64, 2, 128)), f32((1, 64, 2)))
+    with jax.enable_x64(True):
+        assert _cuda(
+            functools.partial(ops.quantized_matmul, implementation="mosaic"), bf16((64, 256)), w
+        )
+        chosen = jax.ShapeDtypeStruct((64, 4), jnp.int32)
+        pairs = functools.partial(ops.grouped_matmul, gated="silu", implementation="mosaic")
+        assert _cuda(pairs, bf16((64, 256)), experts, chosen)
+
+        def loss(*x):
+            return jnp.sum(ops.gated_delta(*x, implementation="mosaic")[0].astype(jnp.float32))
+
+        assert _cuda(jax.grad(loss, (0, 1, 2, 3, 4)), heads, heads, heads, *gates)
 
 
 @pytest.mark.gpu

@@ -178,6 +178,13 @@ def test_steps_are_the_sequence(decay):
     check_steps(step, inputs, oracle(*inputs, normalize=True))
 
 
+def test_gradients_under_x64_are_float32():
+    q, k, v, g, beta, _ = make(1, 70, 2, 16, 24)
+    with jax.enable_x64(True):
+        d = jax.grad(lambda v: jnp.sum(gated_delta(q, k, v, g, beta)[0]))(v)
+    assert d.dtype == jnp.float32 and np.isfinite(d).all()
+
+
 def test_no_decay_is_the_delta_rule_and_beta_0_keeps_the_state():
     q, k, v, g, beta, s = map(np.asarray, make(1, 90, 2, 16, 24))
     run = jax.jit(functools.partial(gated_delta, scale=1.0))

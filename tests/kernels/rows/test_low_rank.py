@@ -111,6 +111,11 @@ def test_operands_that_do_not_fit_are_named():
         quantize_adapted(x, first, adapter, "int8", gated=True)
     with pytest.raises(ValueError, match="adapter is int64|adapter is float32"):
         quantize_adapted(x, first, adapter.astype("float32"), "int8")
+    with pytest.raises(ValueError, match="residual goes with a norm"):
+        quantize_adapted(x, first, adapter, "int8", residual=x)
+    both, norm = jnp.concatenate([x, x], -1), (jnp.ones(48, x.dtype), 1e-5)
+    with pytest.raises(ValueError, match="norm and gated exclude"):
+        quantize_adapted(both, first, adapter, "int8", norm=norm, gated=True)
 
 
 def test_calls_without_a_kernel_say_why():
