@@ -77,9 +77,9 @@ def declared_option(group: common.OptionGroup, option: Option) -> None:
 def engine_of(args: argparse.Namespace) -> Options:
     """Return the options of ``Engine``; those of the cache are in ``common``.
 
-    Call this before jax starts its devices: a large ``--host-cache-gb`` raises the limit of the
-    memory that jax pins.
+    Call this before jax starts its devices, as ``pin_cache``.
     """
+    pin_cache(args)
     if args.draft is None and args.draft_tokens is not None:
         raise JaxLlamaError("--draft-tokens needs --draft: who proposes them")
     engine = {
@@ -90,13 +90,19 @@ def engine_of(args: argparse.Namespace) -> Options:
     engine |= {name: getattr(args, name) for name in DECLARED if name in args}
     if args.disk_cache is not None:
         engine["disk_cache"] = str(args.disk_cache)
-    if args.host_cache_gb is not None and args.host_cache_gb > PINNED - SLACK:
-        # jax reads it when it starts its devices, which is later.
-        pinned = str(math.ceil(args.host_cache_gb) + SLACK)
-        os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", pinned)
     if args.draft is not None:
         engine["draft"] = functools.partial(common.proposer, plain(args))
     return {name: value for name, value in engine.items() if value is not None}
+
+
+def pin_cache(args: argparse.Namespace) -> None:
+    """Raise the limit of the memory that jax pins, for a large ``--host-cache-gb``.
+
+    jax reads the limit when it starts its devices.
+    """
+    if args.host_cache_gb is not None and args.host_cache_gb > PINNED - SLACK:
+        pinned = str(math.ceil(args.host_cache_gb) + SLACK)
+        os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", pinned)
 
 
 def plain(args: argparse.Namespace) -> argparse.Namespace:
@@ -255,6 +261,7 @@ def load_on_cluster(args: argparse.Namespace, folder: str) -> LanguageModel:
     if os.path.isdir(folder):
         os.chdir(folder)
     take_memory()
+    pin_cache(args)
     return common.load(args)
 
 

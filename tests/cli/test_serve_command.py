@@ -233,6 +233,17 @@ def test_flags_are_the_options_of_the_server_and_its_engine(monkeypatch):
     assert (options.api_servers, options.drain_timeout) == (3, 4)
 
 
+def test_actors_pin_memory_before_they_load(monkeypatch, tmp_path):
+    limit = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+    monkeypatch.setenv(limit, "")
+    monkeypatch.delenv(limit)
+    monkeypatch.setattr(server, "take_memory", lambda: None)
+    monkeypatch.setattr(server.common, "load", lambda args: os.environ[limit])
+    flags = ["--model", "m", "--host-cache-gb", "200", "--ray", "auto"]
+    args = commands_of("serve").parse_args(flags)
+    assert server.load_on_cluster(args, str(tmp_path / "elsewhere")) == "208"
+
+
 def test_every_engine_option_is_a_flag():
     """Under the same name, and shown: an older name is hidden. Clients that load adapters need a
     server."""
@@ -268,7 +279,8 @@ def test_a_line_says_what_the_engine_does(monkeypatch, caplog):
         waiting=1,
         cache_tokens=50,
     )
-    told = iter([first, busy, *[busy] * 1000])
+    lost = dataclasses.replace(busy, steps=6, cache_tokens=0, cache_capacity=0)  # all replicas
+    told = iter([first, busy, *[lost] * 1000])
 
     async def watch():
         task = asyncio.create_task(server_process.report(SimpleNamespace(stats=lambda: next(told))))
@@ -277,9 +289,9 @@ def test_a_line_says_what_the_engine_does(monkeypatch, caplog):
 
     with caplog.at_level("INFO", "jaxllama.serving"):
         asyncio.run(watch())
-    [line] = [record.fields for record in caplog.records if record.message == "throughput"]
+    line, last = (r.fields for r in caplog.records if r.message == "throughput")
     assert (line["running"], line["waiting"], line["cache_share"]) == (3, 1, 0.5)
-    assert line["prefix_hit_share"] == 0.25
+    assert line["prefix_hit_share"] == 0.25 and last["cache_share"] == 0
     assert line["prompt_tokens_per_s"] == pytest.approx(2 * line["output_tokens_per_s"], rel=0.01)
 
 

@@ -149,6 +149,10 @@ class Flight:
 
     def taken(self) -> None:
         self.is_taken = True
+        self.answered()
+
+    def answered(self, _: object = None) -> None:
+        """Let ``submit`` return: a replica has the request, or its listener knows its end."""
         if not self.accepted.done():
             self.accepted.set_result(None)
 
@@ -256,6 +260,15 @@ class PooledEngine:
             return
         self._flights[flight.request.id] = flight
         flight.task = asyncio.create_task(self._follow(flight))
+        flight.task.add_done_callback(flight.answered)  # one that is cancelled may never begin
+        if flight.request.deadline is not None:
+            timer = self._loop.call_later(flight.request.deadline, self._overdue, flight)
+            flight.task.add_done_callback(lambda _: timer.cancel())
+
+    def _overdue(self, flight: Flight) -> None:
+        """End a request that waits for a replica; one that a replica has, ends there."""
+        if not flight.is_taken:
+            self._end(flight.request.id, "deadline")
 
     def _end(self, request_id: str, reason: FinishReason, error: Exception | None = None) -> None:
         flight = self._flights.pop(request_id, None)
@@ -300,9 +313,6 @@ class PooledEngine:
             else:
                 self._flights.pop(request.id, None)
                 flight.accepted.set_exception(error)
-        finally:
-            if not flight.accepted.done():  # ``_end`` has ended it, and told so
-                flight.accepted.set_result(None)
 
     def _read(self, flight: Flight, pieces: Sequence[TextPiece]) -> bool:
         """Pass the tokens to the listener; return whether the request has ended."""

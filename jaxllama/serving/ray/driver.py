@@ -31,6 +31,7 @@ from jaxllama.serving.ray.cluster import connect, free_port, resources_of
 from jaxllama.serving.ray.options import ClusterOptions
 
 NAME = "jaxllama"  # of the application
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
 ANSWERS = 30.0  # seconds for the proxy to answer
 
 
@@ -56,22 +57,24 @@ def serve(options: ServeOptions, cluster: ClusterOptions, start: Start) -> None:
         files = {"ssl_certfile": options.certificate, "ssl_keyfile": options.private_key}
         proxy |= {key: str(path.resolve()) for key, path in files.items()}
     address = url(options.host, port, options.certificate is not None)
-    ended: list[int] = []
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, _: ended.append(number))
+    for number in SIGNALS:  # also while Serve waits, without a limit, for devices
+        signal.signal(number, signal.default_int_handler)
     try:
         with progress.working("loading and compiling on the cluster"):
             ray_serve.start(proxy_location="HeadOnly", http_options=proxy)
             application = application_of(settings, pool, start)
             ray_serve.run(application, name=NAME, route_prefix="/", blocking=False)
             _check(address)
-        if not ended:
-            print(f"jaxllama serves {settings.name} on {address}", flush=True)
-        while not ended:
-            time.sleep(0.2)
+        print(f"jaxllama serves {settings.name} on {address}", flush=True)
+        while True:
+            signal.pause()
+    except KeyboardInterrupt:
+        pass
     except RuntimeError as error:  # Serve's, for an application that does not start
         raise JaxLlamaError(f"--ray: {_reason(error)}") from None
     finally:
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
         ray_serve.delete(NAME)
         if not ray_serve.status().applications:
             ray_serve.shutdown()

@@ -203,6 +203,33 @@ def test_a_client_that_leaves_ends_its_row():
     assert [event.finish_reason for event in events if event.finish_reason] == ["cancelled"]
 
 
+@pytest.mark.parametrize("cut", [[0] * 10**4, []], ids=["no replica", "one replica"])
+def test_a_submission_returns_though_its_client_leaves_at_once(cut):
+    """Otherwise each such client keeps one of the hub's threads."""
+    with Server(cut=cut) as server, server.fake.held(2):
+        pool = server.engine
+        events, flight = (
+            list[Event](),
+            pooled.Flight(Request("a", (1,), 9), lambda e: events.append(e)),
+        )
+
+        def submit_and_end() -> None:
+            pool._begin(flight)
+            pool._end("a", "cancelled")
+
+        server._call(submit_and_end)
+        flight.accepted.result(timeout=5)
+    assert [event.finish_reason for event in events] == ["cancelled"]
+
+
+def test_a_deadline_passes_while_no_replica_runs():
+    with Server() as server:
+        forever = asyncio.Event()
+        server.pool.run = lambda *_: forever.wait()
+        events = server.answer(Request("a", (1,), 9, deadline=0.05))
+        assert [event.finish_reason for event in events] == ["deadline"]
+
+
 def test_passes_and_totals_outlive_a_replica():
     with Server(cut=[0, 0]) as server:
         assert server.engine.passes["embed"](b"row") == b"row", "from the third"
