@@ -358,8 +358,8 @@ def memory(host: Host) -> dict[str, float]:
     """Return GB/s of a handler that only reads the experts of two layers, median and best."""
     views = [own for layer in (0, 1) for name in EXPERTS for own in [host.views[layer, name]]]
     codes = [leaves[0].reshape(-1, 64) for own in views for leaves in own.values()]
-    median, least = rounds({"read": reading(codes)}, 3)["read"]
-    nbytes = sum(part.nbytes for part in codes)
+    read, nbytes = reading(codes)
+    median, least = rounds({"read": read}, 3)["read"]
     return {"median": nbytes / median / 1e9, "best": nbytes / least / 1e9}
 
 
@@ -560,10 +560,10 @@ def schemes(tell: Report, count: int = 5) -> None:
         layer, layouts, views = pinned("gpt-oss-120b", scheme)
         each = sum(layout.nbytes for layout in layouts)
         codes = [leaves[0].reshape(-1, 64) for own in views for leaves in own.values()]
-        to_read = sum(part.nbytes for part in codes)
+        read, to_read = reading(codes)
         for rows in (1, 2, 4, 8, 16):
             work = functools.partial(computed, layer, layouts, views, rows)
-            seconds = rounds({"read": reading(codes), "experts": work}, count)
+            seconds = rounds({"read": read, "experts": work}, count)
             reads = [to_read / taken / 1e9 for taken in seconds["read"]]
             rates = [len(views[0]) * each / taken / 1e9 for taken in seconds["experts"]]
             found = {"GB/s: median, best": rates, "reading alone": reads}

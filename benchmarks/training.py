@@ -2,7 +2,7 @@
 
     python -m benchmarks.training adapters --base w4a16 --rows 1 --remat     QLoRA; none: LoRA
     python -m benchmarks.training full --products both --curve 80            GLA-1.3B, FP8 and not
-    python -m benchmarks.training full --model llama-3.1-8b --devices 4 --remat
+    python -m benchmarks.training full --model llama-3.1-8b --devices 4 --rows 4 --remat
     python -m benchmarks.training full --model llama-3.1-8b --stages 4 --microbatches 16 --remat
 
 Random weights.  Each part prints a line of JSON for everything that it measured, as it comes.

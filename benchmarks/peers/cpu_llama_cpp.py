@@ -246,11 +246,11 @@ def read_beside(ours: Ours) -> None:
 
     leaves = jax.tree.leaves(ours.lm.params, is_leaf=lambda leaf: isinstance(leaf, CpuWeight))
     codes = [w.q.reshape(-1, w.q.shape[-1]) for w in leaves if isinstance(w, CpuWeight)]
-    read = reading(codes)
+    read, n_bytes = reading(codes)
     read()
     rates, size = [], bytes_per_step(ours.lm)
     for _ in range(7):
-        both = size * ours("decode")[0], sum(q.nbytes for q in codes) / timed(read)[1]
+        both = size * ours("decode")[0], n_bytes / timed(read)[1]
         rates.append((*both, both[0] / both[1]))
     step, memory, share = map(statistics.median, zip(*rates, strict=True))
     print(
