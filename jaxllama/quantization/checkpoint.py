@@ -55,6 +55,7 @@ from jaxllama.quantization.tune import steps, tune
 from jaxllama.quantization.work import QuantizeWork, fingerprint
 from jaxllama.typing import DictKey, JsonObject, Leaf, Params, ParamsDict
 from pallas_kernels.qtensor import QTensor, leaves_of, tree_bytes
+from pallas_kernels.rounding import FORMATS
 
 # Weights whose rows share scales in a format, which tuning would give scales of their own.
 _SHARED_SCALES = {
@@ -188,7 +189,10 @@ def check(cfg: ModelConfig, request: QuantizeRequest, dtype: DTypeLike = jnp.flo
 
 
 def _stand_in(cfg: ModelConfig, request: QuantizeRequest, dtype: DTypeLike) -> ParamsDict:
-    """Return the resulting tree with arrays of ones or zeros that take no memory."""
+    """Return the resulting tree with arrays of ones or zeros that take no memory.
+
+    Blocks of rows that are neighbours have unlike scales, which a format may have to part.
+    """
     shapes, recipe = untie(param_shapes(cfg, dtype), request.recipe)
 
     def filled(value: int, shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
@@ -204,7 +208,12 @@ def _stand_in(cfg: ModelConfig, request: QuantizeRequest, dtype: DTypeLike) -> P
         if scheme.is_format:
             options = {"scheme": scheme, "name": name, "scale_dtype": request.scale_dtype}
             like = jax.eval_shape(functools.partial(round_weight, **options), leaf)
-            return jax.tree.map(lambda part: filled(1, part.shape, part.dtype), like)
+            ones = jax.tree.map(lambda part: filled(1, part.shape, part.dtype), like)
+            if FORMATS[scheme.weights].rows == 1:
+                return ones
+            blocks = 1 + np.arange(leaf.shape[-2])[:, None] // FORMATS[scheme.weights].rows % 2
+            scale = np.broadcast_to(blocks.astype(ones.scale.dtype), ones.scale.shape)
+            return dataclasses.replace(ones, scale=scale)
         *rows, width = leaf.shape
         groups = (*rows, width // scheme.group_of(width, name))
         return QTensor(
