@@ -284,7 +284,11 @@ def schemes() -> str:
         group = (
             "whole rows" if size is None else "widest of 128, 64, 32" if size == 0 else str(size)
         )
-        scale = "one calibrated scale" if scheme.static else "one scale a token"
+        scale = "one scale a token"
+        if scheme.static:
+            scale = "one calibrated scale; experts' one a token"
+        elif scheme.is_format:
+            scale = f"one scale for {size} of a token's columns"
         inputs = f"{scheme.activations}, {scale}" if scheme.activations else "floats"
         rows.append((_code(name), scheme.weights, group, "yes" if scheme.zeros else "no", inputs))
     return (

@@ -164,6 +164,7 @@ def find(name: str | Path) -> Path | None:
             return path
         raise JaxLlamaError(
             f"{text}: a model is a directory with config.json and safetensors, or a .gguf file"
+            + ("; a .toml file has random weights (--random)" if path.suffix == ".toml" else "")
         )
     if is_unpublished(text):
         raise JaxLlamaError(

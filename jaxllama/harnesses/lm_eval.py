@@ -27,7 +27,10 @@ try:
 except ImportError as error:
     if not extras.is_optional(error.name):
         raise
-    raise extras.missing(str(error.name), "this model of lm-eval") from None
+    missing = extras.missing(str(error.name), "this model of lm-eval")
+    if __name__ == "__main__":
+        raise SystemExit(f"error: {missing}") from None
+    raise missing from None
 
 SAMPLED = ("temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty")
 UNUSED = ("do_sample", "until", "max_gen_toks", "max_new_tokens", "max_tokens")

@@ -209,10 +209,10 @@ def _stand_in(cfg: ModelConfig, request: QuantizeRequest, dtype: DTypeLike) -> P
             options = {"scheme": scheme, "name": name, "scale_dtype": request.scale_dtype}
             like = jax.eval_shape(functools.partial(round_weight, **options), leaf)
             ones = jax.tree.map(lambda part: filled(1, part.shape, part.dtype), like)
-            if FORMATS[scheme.weights].rows == 1:
+            if (of_block := FORMATS[scheme.weights].rows) == 1:
                 return ones
-            blocks = 1 + np.arange(leaf.shape[-2])[:, None] // FORMATS[scheme.weights].rows % 2
-            scale = np.broadcast_to(blocks.astype(ones.scale.dtype), ones.scale.shape)
+            scales = 1 + np.arange(leaf.shape[-2])[:, None] // of_block % 2
+            scale = np.broadcast_to(scales.astype(ones.scale.dtype), ones.scale.shape)
             return dataclasses.replace(ones, scale=scale)
         *rows, width = leaf.shape
         groups = (*rows, width // scheme.group_of(width, name))

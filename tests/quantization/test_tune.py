@@ -21,7 +21,7 @@ from jaxllama.errors import JaxLlamaError
 from jaxllama.evaluation.perplexity import perplexity
 from jaxllama.language_model import LanguageModel
 from jaxllama.quantization import tune as tuning
-from jaxllama.quantization.checkpoint import QuantizeRequest, quantize_checkpoint, table
+from jaxllama.quantization.checkpoint import QuantizeRequest, check, quantize_checkpoint, table
 from jaxllama.quantization.quantize import quantize_params
 from jaxllama.quantization.tune import steps, tune
 from jaxllama.quantization.work import QuantizeWork
@@ -222,3 +222,11 @@ def _all_logits(params, row, lengths):
 def test_formats_whose_rows_share_scales_refuse_tuning_at_once(tmp_path, scheme, format):
     with pytest.raises(JaxLlamaError, match=f"rows of {scheme} get scales of their own"):
         QuantizeRequest(tmp_path / "out", scheme, "rtn", format, "text", 2, 64, tune=2)
+
+
+def test_blocks_that_a_fused_weight_s_parts_would_share_are_refused_at_once(tmp_path):
+    cfg = CFG.replace(d_model=128, n_heads=9, n_kv_heads=3, head_dim=64, d_ff=256)
+    request = QuantizeRequest(tmp_path / "out", "fp8-block", format="fp8")
+    with pytest.raises(JaxLlamaError, match="k_proj: its scales are not those of blocks"):
+        check(cfg, request)
+    check(cfg.replace(n_heads=4, n_kv_heads=2), request)
