@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from jaxllama.serving.ray.options import ClusterOptions
 
 HELP = "OpenAI's API, a chat page and metrics over HTTP."
-PINNED, SLACK = 64, 8  # GB of memory that jax pins by default, and that it needs beside the cache
 
 
 def engine_options(sub: Parser) -> None:
@@ -75,11 +74,7 @@ def declared_option(group: common.OptionGroup, option: Option) -> None:
 
 
 def engine_of(args: argparse.Namespace) -> Options:
-    """Return the options of ``Engine``; those of the cache are in ``common``.
-
-    Call this before jax starts its devices, as ``pin_cache``.
-    """
-    pin_cache(args)
+    """Return the options of ``Engine``; those of the cache are in ``common``."""
     if args.draft is None and args.draft_tokens is not None:
         raise JaxLlamaError("--draft-tokens needs --draft: who proposes them")
     engine = {
@@ -95,16 +90,6 @@ def engine_of(args: argparse.Namespace) -> Options:
     return {name: value for name, value in engine.items() if value is not None}
 
 
-def pin_cache(args: argparse.Namespace) -> None:
-    """Raise the limit of the memory that jax pins, for a large ``--host-cache-gb``.
-
-    jax reads the limit when it starts its devices.
-    """
-    if args.host_cache_gb is not None and args.host_cache_gb > PINNED - SLACK:
-        pinned = str(math.ceil(args.host_cache_gb) + SLACK)
-        os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", pinned)
-
-
 def plain(args: argparse.Namespace) -> argparse.Namespace:
     """Return the arguments without the parser, which cannot be sent to replicas."""
     options = {name: value for name, value in vars(args).items() if name not in ("run", "top")}
@@ -112,10 +97,12 @@ def plain(args: argparse.Namespace) -> argparse.Namespace:
 
 
 def take_memory() -> None:
-    """Let jax use most of a GPU's memory, less what a display needs; unused memory holds no cache.
+    """Let jax use most of a GPU's memory, less what a display needs, and pin the host's.
 
-    jax takes three quarters by default. Call this before jax starts its devices.
+    Unused memory holds no cache. jax takes three quarters of the GPU's by default. Call this before
+    jax starts its devices.
     """
+    common.pin_all()  # the cache's host tier
     if not os.environ.keys() & {"XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"}:
         os.environ["XLA_CLIENT_MEM_FRACTION"] = str(gpu_share())
 
@@ -261,7 +248,6 @@ def load_on_cluster(args: argparse.Namespace, folder: str) -> LanguageModel:
     if os.path.isdir(folder):
         os.chdir(folder)
     take_memory()
-    pin_cache(args)
     return common.load(args)
 
 

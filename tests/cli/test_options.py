@@ -283,6 +283,7 @@ def test_a_cache_s_options_need_a_cache(words, monkeypatch, capsys):
 def test_serving_takes_most_of_a_gpu_unless_it_is_told(own, monkeypatch):
     monkeypatch.setattr(serve.os, "environ", environment := dict(own))
     serve.take_memory()
+    assert int(environment.pop("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB")) >= 64
     assert environment == (own or {"XLA_CLIENT_MEM_FRACTION": str(gpu_memory.gpu_share())})
 
 

@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import dataclasses
 import json
-import os
 import re
 import signal
 import socket
@@ -164,9 +163,6 @@ def test_flags_are_the_options_of_the_server_and_its_engine(monkeypatch):
     told = []
     monkeypatch.setattr(server_process, "serve", lambda options, load: told.append(options))
     monkeypatch.setattr(server, "take_memory", lambda: None)
-    limit = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
-    monkeypatch.setenv(limit, "")  # so that it is restored
-    monkeypatch.delenv(limit)
     flags = [
         "--max-slots",
         "2",
@@ -228,20 +224,8 @@ def test_flags_are_the_options_of_the_server_and_its_engine(monkeypatch):
         "draft_tokens": 3,
         "kv_dtype": "float8_e4m3fn",
     }
-    assert os.environ[limit] == "109"
     assert (options.names, options.origins) == (("one", "other"), ("https://page",))
     assert (options.api_servers, options.drain_timeout) == (3, 4)
-
-
-def test_actors_pin_memory_before_they_load(monkeypatch, tmp_path):
-    limit = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
-    monkeypatch.setenv(limit, "")
-    monkeypatch.delenv(limit)
-    monkeypatch.setattr(server, "take_memory", lambda: None)
-    monkeypatch.setattr(server.common, "load", lambda args: os.environ[limit])
-    flags = ["--model", "m", "--host-cache-gb", "200", "--ray", "auto"]
-    args = commands_of("serve").parse_args(flags)
-    assert server.load_on_cluster(args, str(tmp_path / "elsewhere")) == "208"
 
 
 def test_every_engine_option_is_a_flag():
