@@ -50,6 +50,7 @@ class AdapterSlots:
         self, cfg: ModelConfig, params: Params, names: tuple[str, ...], n_free: int, rank: int
     ) -> None:
         self._cfg, self._rank, self.n_free = cfg, rank, n_free
+        self._own = frozenset(names)
         self._numbers = {name: number for number, name in enumerate(names, start=1)}
         self._retired: set[str] = set()
         self._empty = list(range(len(names) + n_free, len(names), -1))
@@ -117,6 +118,8 @@ class AdapterSlots:
 
     def unload(self, id: str) -> None:
         """Free the adapter's slot as soon as no request uses it."""
+        if id is None or id in self._own:
+            raise JaxLlamaError(f"adapter = {id!r}: came with the model, and stays")
         self.number(id)
         self._retired.add(id)
 

@@ -190,8 +190,9 @@ class AtLeast(Matcher):
             return NextTokens((), self._unstopped, self._left)
         known = self._inner.ahead()
         unstopped = known.mask & self._unstopped
-        is_early = len(known.forced) < self._left
-        return known._replace(mask=unstopped) if is_early and unstopped.any() else known
+        if self._left <= len(known.forced) or not unstopped.any():
+            return known
+        return known._replace(mask=unstopped, known=min(known.known, self._left))
 
     def read(self, tokens: Sequence[int]) -> None:
         self._left -= len(tokens)

@@ -194,7 +194,7 @@ class EngineOptions:
         if not self.has_tiers:
             return 0
         if self.host_cache_gb is not None:
-            return int(self.host_cache_gb * 1e9)
+            return max(int(self.host_cache_gb * 1e9), 1)
         return min((available_memory() or 0) // 4, HOST_CACHE_BYTES)
 
     def check_context(self, cfg: ModelConfig) -> None:

@@ -22,6 +22,7 @@ which compile together.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import pickle
@@ -182,12 +183,12 @@ class Programs:
         def work() -> None:
             try:
                 with ThreadPoolExecutor(1) as runs:
-                    self._compile_all(
-                        others,
-                        workers,
-                        wait,
-                        lambda key: runs.submit(lambda: wait() and on_made(key)),
-                    )
+
+                    def told(key: Hashable) -> None:
+                        with contextlib.suppress(RuntimeError):  # the program ends
+                            runs.submit(lambda: wait() and on_made(key))
+
+                    self._compile_all(others, workers, wait, told)
             except Exception as error:  # the call that needs the program raises it again
                 _log.error("a program cannot be compiled", exc_info=error)
                 return

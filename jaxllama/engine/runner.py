@@ -34,6 +34,7 @@ from jaxllama.engine.slots import NOBODY
 from jaxllama.engine.tier_files import TierFiles
 from jaxllama.engine.tiers import Tiers
 from jaxllama.engine.transfers import Arrived, Moved, OnDevice, Transfers
+from jaxllama.errors import JaxLlamaError
 from jaxllama.executors.executor import DraftSource
 from jaxllama.kept import Wanted, folder, trim
 from jaxllama.model.decoder import activation_dtype
@@ -114,6 +115,7 @@ class Runner:
         self.transfers: Transfers | None = None
         moved: list[int] = []
         if options.has_tiers:
+            _check_tiers(options, pages, records.state_leaves(self.slots))
             most = 1
             if pages:
                 nbytes = min(TRANSFER_BYTES, options.host_bytes // 8)
@@ -613,6 +615,17 @@ def _committed(tree: Tree) -> Tree:
         return jax.device_put(leaf, leaf.sharding) if isinstance(leaf, jax.Array) else leaf
 
     return jax.tree.map(bound, tree)
+
+
+def _check_tiers(options: ResolvedOptions, *kinds: list[jax.Array]) -> None:
+    """Raise JaxLlamaError for a tier without room for one record of a kind."""
+    largest = max(map(records.record_bytes, kinds))
+    for name, room in (
+        ("host_cache_gb", options.host_bytes),
+        ("disk_cache_gb", options.disk_bytes),
+    ):
+        if room and room < largest:
+            raise JaxLlamaError(f"{name} = {room / 1e9:g}: a record takes {largest / 1e9:g} GB")
 
 
 def _transfers(options: ResolvedOptions, most: int, device: LocalDevice) -> Transfers:

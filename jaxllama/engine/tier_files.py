@@ -22,6 +22,7 @@ import contextlib
 import errno
 import logging
 import os
+import re
 import struct
 import threading
 import time
@@ -40,6 +41,7 @@ STALE = 3600.0  # age in seconds of an incomplete file whose writer counts as de
 _HEADER = struct.Struct("<8sQI44x")  # mark, bytes, CRC-32; 64 bytes
 _MARK = b"jlpage1\n"
 _SUFFIX = ".page"
+_PART = re.compile(r"\.[0-9a-f]{32}")  # an incomplete file; others with a dot are a user's
 _OF_THE_PROCESS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # errors that say nothing of a file
 _log = logging.getLogger("jaxllama.serving")
 
@@ -55,7 +57,7 @@ class TierFiles:
         self.folder = Path(folder)
         self._lock = threading.Lock()
         self._sizes: collections.OrderedDict[str, int] = collections.OrderedDict()  # oldest first
-        self.nbytes = 0
+        self.nbytes = self._coming = 0  # _coming: of files that threads write now
         self._looked = self._paused = -float("inf")
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -124,9 +126,18 @@ class TierFiles:
         name, size = key.hex(), _HEADER.size + data.nbytes
         if self.find(key):
             return True
-        if size > self.limit or time.monotonic() < self._paused:
-            return False
-        self._make_room(size)
+        with self._lock:
+            if self._coming + size > self.limit or time.monotonic() < self._paused:
+                return False
+            self._coming += size
+        try:
+            return self._write(name, data)
+        finally:
+            with self._lock:
+                self._coming -= size
+
+    def _write(self, name: str, data: np.ndarray) -> bool:
+        self._make_room()
         path = self._path(name)
         part = path.with_name(f".{uuid.uuid4().hex}")
         try:
@@ -144,7 +155,7 @@ class TierFiles:
                 PAUSE,
             )
             return False
-        self._add(name, size)
+        self._add(name, _HEADER.size + data.nbytes)
         return True
 
     def path(self, key: bytes) -> Path:
@@ -165,12 +176,12 @@ class TierFiles:
         with self._lock:
             self.nbytes -= self._sizes.pop(name, 0)
 
-    def _make_room(self, size: int) -> None:
-        """Delete the files that were used longest ago, until ``size`` more bytes fit the limit."""
-        if self.nbytes + size > self.limit and time.monotonic() > self._looked + LOOK:
+    def _make_room(self) -> None:
+        """Delete the files that were used longest ago, until those that come fit the limit."""
+        if time.monotonic() > self._looked + LOOK:  # all servers together have the limit
             with contextlib.suppress(OSError):
                 self._look()
-        while self.nbytes + size > self.limit:
+        while self.nbytes + self._coming > self.limit:
             with self._lock:
                 if not self._sizes:
                     return
@@ -188,7 +199,7 @@ class TierFiles:
         for entry in _entries(self.folder):
             with contextlib.suppress(OSError):
                 facts = entry.stat()
-                if entry.name.startswith(".") and now - facts.st_mtime > STALE:
+                if _PART.fullmatch(entry.name) and now - facts.st_mtime > STALE:
                     os.unlink(entry.path)
                 elif entry.name.endswith(_SUFFIX):
                     name = entry.name.removesuffix(_SUFFIX)
@@ -202,13 +213,13 @@ class TierFiles:
 
 
 def _entries(folder: Path) -> Iterator[os.DirEntry[str]]:
-    """Yield the files of the folder and of its folders."""
+    """Yield the files of the folder and of its folders that may be read."""
     with os.scandir(folder) as entries:
         for entry in entries:
             if not entry.is_dir(follow_symlinks=False):
                 yield entry
                 continue
-            with os.scandir(entry.path) as files:
+            with contextlib.suppress(PermissionError), os.scandir(entry.path) as files:
                 yield from files
 
 

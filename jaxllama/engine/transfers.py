@@ -53,7 +53,7 @@ class Load:
 
     @property
     def is_done(self) -> bool:
-        return not self.left and self.last is None
+        return self.is_cancelled or (not self.left and self.last is None)
 
     def cancel(self) -> None:
         """Put no more of it into place."""

@@ -149,7 +149,7 @@ class Policy:
         if self.cpu_attention and self.cache_device + self.cache_host != 100:
             raise JaxLlamaError("policy: cpu_attention reads host memory: no cache may be on disk")
         shares = self.expert_shares
-        if shares is not None and (min(shares) < 0 or shares.disk < 0):
+        if shares is not None and not (min(shares) >= 0 and shares.disk >= 0):
             raise JaxLlamaError(
                 f"policy: experts = {self.experts}: percentages must be 0 to 100, and 100 together"
             )

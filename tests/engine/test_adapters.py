@@ -91,6 +91,8 @@ def test_what_a_slot_refuses(base, folders):
             engine.load_adapter("a", folders / path)
     with pytest.raises(JaxLlamaError, match="adapter = 'a': tiny has none"):
         engine.unload_adapter("a")
+    with pytest.raises(JaxLlamaError, match="adapter = None: came with the model"):
+        engine.unload_adapter(None)
     with pytest.raises(JaxLlamaError, match="lora_slots is 0"):
         Engine(base, max_slots=1, max_len=32).load_adapter("a", folders / "1")
 

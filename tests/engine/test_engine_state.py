@@ -103,6 +103,10 @@ def test_a_row_whose_drafts_are_right_takes_fewer_steps():
     assert [len(event.tokens) for event in events] == [3, 1, 1]
     tokens, _ = written(events)
     assert tokens.index(5) == 4 and events[-1].finish_reason == "stop"
+    likely = jl.Sampling(logit_bias={5: 50.0})
+    least = Request("few", prompt, 12, likely, allowed_token_ids=(5, 9), min_tokens=2)
+    least = dataclasses.replace(least, stop_token_ids=(5,))
+    assert written(eng.generate([least])["few"])[0] == [9, 9, 5]
 
 
 def test_likeliest_tokens_and_stop_strings_do_not_see_the_draft():

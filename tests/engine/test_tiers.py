@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -218,7 +219,15 @@ def test_a_request_that_is_cancelled_takes_its_pages_along(tmp_path):
             pass
         assert events[-1].finish_reason == "cancelled" and not eng.scheduler.loading
     forget_device(eng)
-    assert ask(eng, family="hybrid") == (first, 64)
+    events = []
+    eng.submit(Request("gone", LONG, 5), lambda event: None)
+    eng.submit(Request("waits", LONG, 5), events.append)
+    eng.step()
+    eng.runner.transfers._in.submit(lambda: None).result()  # its pages are on the device
+    eng.cancel("gone")
+    for _ in range(100):
+        eng.step()
+    assert written(events)[0] == first
     eng.stop()
 
 
@@ -370,6 +379,11 @@ def test_options_that_have_no_effect_are_refused(tmp_path):
         ({"host_cache_gb": -1.0}, r"host_cache_gb = -1.0: must be a number in \(0, 1e\+09\]"),
         ({"disk_cache_gb": float("inf")}, r"disk_cache_gb = inf: must be a number in"),
         ({"disk_cache": ""}, "disk_cache = '': must be the name of a folder"),
+        ({"host_cache_gb": 1e-12}, r"host_cache_gb = 1e-09: a record takes .* GB"),
+        (
+            {"disk_cache": str(tmp_path), "disk_cache_gb": 1e-7},
+            r"disk_cache_gb = 1e-07: a record takes .* GB",
+        ),
     ):
         with pytest.raises(JaxLlamaError, match=says):
             Engine(model("llama"), **{**OPTIONS, **options})
@@ -538,14 +552,32 @@ def test_a_process_without_descriptors_deletes_nothing(tmp_path, monkeypatch, ca
 
 def test_a_dead_writers_file_is_deleted(tmp_path):
     TierFiles(tmp_path).write(key_of(1), data(1)[1][0])
-    old, new = tmp_path / "01" / ".old", tmp_path / "01" / ".new"
-    for file in (old, new):
+    old, new = (tmp_path / "01" / f".{letter * 32}" for letter in "ab")
+    mine = tmp_path / ".profile"
+    for file in (old, new, mine):
         file.write_bytes(b"half")
-    os.utime(old, (0, 0))
+    for file in (old, mine):
+        os.utime(file, (0, 0))
     files = TierFiles(tmp_path)
-    assert len(files) == 1 and new.exists() and not old.exists()
+    assert len(files) == 1 and new.exists() and mine.exists() and not old.exists()
     assert oct((tmp_path / "01").stat().st_mode & 0o777) == "0o700"
     assert oct(files.path(key_of(1)).stat().st_mode & 0o777) == "0o600"
+
+
+def test_servers_share_the_limit_of_a_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(tier_files, "LOOK", 0.0)
+    limit = 8 * 164
+    servers = [TierFiles(tmp_path, limit) for _ in range(3)]
+    for number in range(48):
+        assert servers[number % 3].write(key_of(number), np.zeros(100, np.uint8))
+    assert sum(file.stat().st_size for file in records(tmp_path)) == limit
+
+
+def test_writers_at_once_keep_the_limit(tmp_path):
+    files = TierFiles(tmp_path, 2 * 164)
+    with ThreadPoolExecutor(4) as writers:
+        list(writers.map(lambda n: files.write(key_of(n), np.zeros(100, np.uint8)), range(40)))
+    assert files.nbytes == sum(file.stat().st_size for file in records(tmp_path)) <= files.limit
 
 
 def test_keys_depend_on_everything_that_records_depend_on():

@@ -426,6 +426,7 @@ def test_experts_are_divided_between_link_and_cpu():
     ("text", "message"),
     [
         ("experts=70/40", "experts = 70/40: percentages must be 0 to 100"),
+        ("experts=nan/50", "experts = nan/50: percentages must be 0 to 100"),
         ("experts=70", "expected DEVICE/HOST"),
         ("experts=a/b", "expected a percentage"),
         ("cpu_expert=0.5", "cpu_expert needs experts=DEVICE/HOST"),
