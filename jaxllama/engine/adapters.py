@@ -116,7 +116,7 @@ class AdapterSlots:
             self._numbers[id] = number
             return id
 
-    def unload(self, id: str) -> None:
+    def unload(self, id: str | None) -> None:
         """Free the adapter's slot as soon as no request uses it."""
         if id is None or id in self._own:
             raise JaxLlamaError(f"adapter = {id!r}: came with the model, and stays")

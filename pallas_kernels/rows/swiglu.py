@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pallas_kernels.dispatch import Implementation, Reason, choose_plan
+from pallas_kernels.dispatch import Implementation, Plan, Reason, choose_plan
 from pallas_kernels.operands import ROW_CODES, check, dtype_name
 from pallas_kernels.qtensor import QTensor, of_one_scale
 from pallas_kernels.qtensor import quantize as quantize_rows
@@ -114,13 +114,13 @@ class _Call(NamedTuple):
 
     activation: str
     codes: str | None
-    plan: RowsPlan | None
+    plan: Plan | None
 
 
 def _kernel(static: _Call, gate_up: jax.Array, scale: jax.Array | None) -> QTensor:
     from pallas_kernels.rows import kernel
 
-    assert static.plan is not None
+    assert isinstance(static.plan, RowsPlan)
     out = kernel.run(static.plan, gate_up, given=scale)
     return QTensor(out[0], out[1]) if scale is None else of_one_scale(out[0], scale)
 
