@@ -215,6 +215,9 @@ def test_a_preset_keeps_its_options_and_takes_the_checkpoints_token_ids(tmp_path
         ({"d_v": 0}, "d_v = 0: must be positive"),
         ({"d_v": 4, "attn_gate": True}, "attn_gate = True: .* values are narrower than keys"),
         ({"d_v": 4, "k_is_v": True}, "k_is_v = True: .* values are narrower than keys"),
+        ({"norm_bias": True}, "norm_bias = True: needs norm = "),
+        ({"shared_kv_layers": 1, "inner_norms": True}, "inner_norms = True: .* layers share keys"),
+        ({"shared_kv_layers": 1, "qk_norm": "full"}, "qk_norm = 'full': .* layers share keys"),
     ],
 )
 def test_values_that_other_options_contradict_are_refused(changes, message) -> None:

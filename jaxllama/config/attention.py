@@ -311,7 +311,9 @@ class AttentionConfig(AttentionOptions):
             need(self.d_v <= self.head_dim, "d_v", widest)
             require_all(self, _WITHOUT_WIDTHS, "values are narrower than keys")
         if self.lends or self.borrows:
-            require_all(self, {"qk_norm_last": False, **PLAIN_SCORES}, "layers share keys")
+            plain = {"qk_norm_last": False, "qkv_limit": None, "inner_norms": False}
+            require_all(self, plain | PLAIN_SCORES, "layers share keys")
+            need(self.qk_norm != "full", "qk_norm", "must be none or head where layers share keys")
 
     def _check_norms(self) -> None:
         need, is_bare = requirement(self), self.qk_norm == "none"

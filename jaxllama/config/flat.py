@@ -238,6 +238,7 @@ class FlatConfig(AttentionOptions, FeedConfig):
         )
         is_one = not after or self.stored.residual == 1.0
         need(is_one, "stored.residual", "must be 1 with post_norm_layers")
+        need(self.norm == "layer" or not self.norm_bias, "norm_bias", 'needs norm = "layer"')
         has_both = self.parallel_block or not self.parallel_norms
         need(has_both, "parallel_norms", "needs parallel_block")
         need(self.pre_norms or not self.parallel_block, "pre_norms", "parallel_block needs it")
