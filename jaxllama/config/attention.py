@@ -106,6 +106,9 @@ class RopeConfig:
                 "original_max_position",
                 f"is needed by scaling {self.scaling!r}",
             )
+        if self.scaling == "longrope":
+            is_whole = len(self.long_factor) == len(self.short_factor) > 0
+            need(is_whole, "long_factor", "must have as many entries as short_factor, at least one")
         if self.scaling == "llama3":
             need(
                 self.high_freq_factor > self.low_freq_factor > 0,
