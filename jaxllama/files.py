@@ -18,6 +18,7 @@ import contextlib
 import errno
 import io
 import json
+import math
 import os
 import shutil
 import stat
@@ -178,6 +179,19 @@ def parse_json(raw: bytes, what: str) -> object:
         raise JaxLlamaError(f"{what}: not JSON: {one_line(error)}") from None
     _check_depth(value, what)
     return value
+
+
+def json_text(value: object, indent: int | None = None) -> str:
+    """Return a value as JSON; NaN and infinities, which JSON lacks, become null."""
+
+    def plain(item: object) -> object:
+        if isinstance(item, dict):
+            return {key: plain(entry) for key, entry in item.items()}
+        if isinstance(item, (list, tuple)):
+            return [plain(entry) for entry in item]
+        return None if isinstance(item, float) and not math.isfinite(item) else item
+
+    return json.dumps(plain(value), indent=indent, ensure_ascii=False, allow_nan=False)
 
 
 def _check_depth(value: object, what: str) -> None:

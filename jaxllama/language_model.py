@@ -35,6 +35,7 @@ from jaxllama.model.eagle3 import Drafter
 from jaxllama.model.layout import as_stored
 from jaxllama.model.lora import for_rows
 from jaxllama.model.summary import summary
+from jaxllama.text.chat.messages import check_messages
 from jaxllama.text.rows import (
     Generation,
     check_rows,
@@ -639,11 +640,7 @@ class LanguageModel:
         """
         if self.tokenizer is None:
             raise JaxLlamaError(f"{self.config.name} has no tokenizer, so it cannot chat")
-        is_list = isinstance(messages, Sequence) and not isinstance(messages, str)
-        if not is_list or not all(isinstance(m, Mapping) and "role" in m for m in messages):
-            raise JaxLlamaError(
-                f'messages = {short(messages)}: expected a list of {{"role": ..., "content": ...}}'
-            )
+        check_messages(messages)
         for index, message in enumerate(messages):
             if not _HOLDS & message.keys():
                 raise JaxLlamaError(f'messages[{index}] = {short(message)}: "content" is missing')

@@ -84,7 +84,7 @@ def test_streamed_pieces_add_up_to_the_text(lm):
 
     outs = lm.generate(["ab", "cdefg"], NEW, HOT, seed=[1, 2], on_text=hear)
     assert [pieces[0], pieces[1]] == [out.text for out in outs]
-    quiet = lm.generate(["ab", "cdefg"], NEW, HOT, seed=[1, 2])
+    quiet = lm.generate(["ab", "cdefg"], NEW, HOT, seed=np.array([1, 2]))
     assert [out.tokens for out in quiet] == [out.tokens for out in outs]
 
 

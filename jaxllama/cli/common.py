@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 import sys
 from collections.abc import Callable
@@ -30,6 +29,7 @@ from jaxllama.cli.domains import (
     refusing,
 )
 from jaxllama.errors import JaxLlamaError
+from jaxllama.files import json_text
 from jaxllama.typing import JsonObject, Options
 
 if TYPE_CHECKING:
@@ -510,14 +510,5 @@ def lines(report: JsonObject) -> str:
 
 
 def print_json(value: object) -> None:
-    """Print a value as JSON; NaN and infinities, which JSON lacks, become null."""
-
-    def plain(item: object) -> object:
-        if isinstance(item, dict):
-            return {key: plain(entry) for key, entry in item.items()}
-        if isinstance(item, list):
-            return [plain(entry) for entry in item]
-        bad = isinstance(item, float) and (item != item or item in (float("inf"), -float("inf")))
-        return None if bad else item
-
-    print(json.dumps(plain(value), ensure_ascii=False, allow_nan=False))
+    """Print a value as JSON (``files.json_text``)."""
+    print(json_text(value))

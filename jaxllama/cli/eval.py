@@ -95,6 +95,7 @@ def run(args: argparse.Namespace) -> None:
         common.kv_dtype(args),
         window=window,
         stride=stride,
+        reference=None if reference is None else provenance(reference)["digest"],
         texts=[text_digest(text) for text in texts.values()],
     )
     how: Options = {

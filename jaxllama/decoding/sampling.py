@@ -378,7 +378,9 @@ def sample(
             raise ValueError("sample: some row has penalties, which need a history")
         scores = _penalize(scores, params, history)
     if allowed is not None:
-        scores = jnp.where(allowed, scores, -jnp.inf)
+        # A bias of minus infinity on every allowed token makes them equal.
+        least = jnp.finfo(scores.dtype).min
+        scores = jnp.where(allowed, jnp.maximum(scores, least), -jnp.inf)
     if "draw" in features:
         scores = _noisy(_clean(scores), params, positions)
     return _picked(scores, logits)

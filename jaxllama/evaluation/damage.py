@@ -14,7 +14,6 @@ Each kind of text has its ``evaluate.perplexity``. With a reference the report h
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -28,6 +27,7 @@ from jaxllama import extras
 from jaxllama.config import LayerConfig, ModelConfig
 from jaxllama.errors import JaxLlamaError
 from jaxllama.evaluation.perplexity import predictions, summary, tokens_of, window_and_stride
+from jaxllama.files import json_text
 from jaxllama.language_model import LanguageModel
 from jaxllama.model.decoder import activation_dtype, begin, block, logits, walk
 from jaxllama.model.linear import Stream
@@ -72,7 +72,7 @@ def damage(
     report: JsonObject = {"window": window, "stride": stride, "kinds": {}}
     worst, layers = {}, {}
     for kind, text in texts.items():
-        ids = tokens_of(lm, text)
+        ids = tokens_of(lm, text, reference)
         rows = predictions(
             lm, ids, window, stride, reference=reference, kv_dtype=kv_dtype, progress=progress
         )
@@ -195,7 +195,7 @@ def write(report: JsonObject, path: str | Path) -> None:
     """
     path = Path(path)
     if path.suffix != ".png":
-        path.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        path.write_text(json_text(report, indent=1) + "\n", encoding="utf-8")
         return
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg

@@ -94,7 +94,7 @@ def perplexity(
         exceeds a context, or the stride would skip tokens. If the text has fewer than two tokens.
     """
     window, stride = window_and_stride(lm, window, stride, reference)
-    ids = tokens_of(lm, text)[:max_tokens]
+    ids = tokens_of(lm, text, reference)[:max_tokens]
     rows = predictions(
         lm, ids, window, stride, reference=reference, kv_dtype=kv_dtype, progress=progress
     )
@@ -124,11 +124,17 @@ def window_and_stride(
     return window, stride
 
 
-def tokens_of(lm: LanguageModel, text: str) -> np.ndarray:
-    """Return the text's token ids, int32. Raises JaxLlamaError for a model without a tokenizer."""
+def tokens_of(lm: LanguageModel, text: str, reference: LanguageModel | None = None) -> np.ndarray:
+    """Return the text's token ids, int32.
+
+    Raises JaxLlamaError for a model without a tokenizer, or a reference that reads other ids.
+    """
     if lm.tokenizer is None:
         raise JaxLlamaError(f"{lm.config.name} has no tokenizer, so it cannot read text")
-    return np.asarray(lm.tokenizer.encode(text), np.int32)
+    ids, other = lm.tokenizer.encode(text), reference and reference.tokenizer
+    if other is not None and other.encode(text) != ids:
+        raise JaxLlamaError("the reference's tokenizer gives other tokens than the model's")
+    return np.asarray(ids, np.int32)
 
 
 def predictions(

@@ -51,6 +51,7 @@ def provenance(
     facts: JsonObject = {
         "weights": weights_digest(lm.executor.leaves(lm.params)),
         "config": text_digest(repr(lm.config)),
+        "tokenizer": None if lm.tokenizer is None else lm.tokenizer.digest,
         "bits": bytes_by_dtype(lm.params) if lm.executor.on_device else {},
         "dtype": lm.dtype.name,
         "kv_dtype": None if cache is None else cache_dtype_name(cache),

@@ -248,7 +248,8 @@ def sampling_of(
     sampling = sampling_rows(Sampling() if sampling is None else sampling, batch)
     try:
         row_seed: Any = seed
-        seeds = [row_seed] * batch if hasattr(row_seed, "__index__") else list(row_seed)
+        is_one = hasattr(row_seed, "__index__") and not np.ndim(row_seed)
+        seeds = [row_seed] * batch if is_one else list(row_seed)
     except TypeError:
         raise JaxLlamaError(f"seed = {seed!r}: expected a whole number, or one a row") from None
     if len(seeds) != batch:

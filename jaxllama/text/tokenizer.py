@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import json
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -135,7 +136,8 @@ class Tokenizer:
         """Return the tokenizer of ``tokenizer.json`` (or its directory) and the files beside it.
 
         If they exist, these files are read too: tokenizer_config.json and special_tokens_map.json
-        (special tokens, chat template), chat_template.jinja, generation_config.json or config.json
+        (special tokens, chat template), chat_template.jinja, the templates with other names in
+        additional_chat_templates, generation_config.json or config.json
         (stop tokens).
         Raises JaxLlamaError naming the file.
         """
@@ -183,6 +185,10 @@ class Tokenizer:
             }
         elif not isinstance(template, (str, type(None))):
             raise JaxLlamaError(f"{folder / 'tokenizer_config.json'}: chat_template is not text")
+        others = sorted((folder / "additional_chat_templates").glob("*.jinja"))
+        if others and template is not None:
+            named = {"default": template} if isinstance(template, str) else template
+            template = {**named, **{path.stem: read_text(path, TEMPLATE) for path in others}}
         return cls(
             backend,
             str(path),
@@ -281,6 +287,12 @@ class Tokenizer:
     def has_ids_of(self, other: Tokenizer) -> bool:
         """Return whether both tokenizers give every token the same id."""
         return self is other or self._backend.get_vocab() == other._backend.get_vocab()
+
+    @property
+    def digest(self) -> str:
+        """Of the tokens, of how texts become tokens, and of the chat templates."""
+        text = self._backend.to_str() + json.dumps(self._templates, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def token(self, token_id: int) -> str | None:
         """Return the token's spelling in the vocabulary."""

@@ -107,6 +107,9 @@ def test_a_row_whose_drafts_are_right_takes_fewer_steps():
     least = Request("few", prompt, 12, likely, allowed_token_ids=(5, 9), min_tokens=2)
     least = dataclasses.replace(least, stop_token_ids=(5,))
     assert written(eng.generate([least])["few"])[0] == [9, 9, 5]
+    never = jl.Sampling(logit_bias=dict.fromkeys((7, 8), float("-inf")))
+    only = Request("only", prompt, 3, never, allowed_token_ids=(7, 8), ignore_eos=True)
+    assert set(written(eng.generate([only])["only"])[0]) <= {7, 8}
 
 
 def test_likeliest_tokens_and_stop_strings_do_not_see_the_draft():

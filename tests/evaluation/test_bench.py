@@ -16,6 +16,7 @@ from jaxllama import generation
 from jaxllama.cli.main import main
 from jaxllama.config import ExpertsConfig
 from jaxllama.decoding.sampling import Sampling, SamplingParams
+from jaxllama.errors import JaxLlamaError
 from jaxllama.evaluation.speed import decode as bench
 from jaxllama.evaluation.speed import drafts
 from jaxllama.evaluation.speed.harness import (
@@ -295,6 +296,8 @@ def test_a_draft_is_measured(monkeypatch, tmp_path):
     line = json.dumps({"kind": "edit", "prompt": prompt})
     (tmp_path / "texts" / "drafts.jsonl").write_text(line + "\n")
     monkeypatch.setattr(drafts, "configs_dir", lambda: tmp_path)
+    with pytest.raises(JaxLlamaError, match="prompt 0: .* exceed the context of"):
+        drafts.run(lm, "ngram", 2, new_tokens=lm.config.max_position)
     found = drafts.run(lm, "ngram", 2, new_tokens=8)["kinds"]["edit"]
     [plain] = lm.generate([prompt], max_new_tokens=8)
     assert found["tokens"] == len(plain.tokens) - 1

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tokenizers
 
 import jaxllama as jl
 from jaxllama import generation
@@ -115,6 +116,12 @@ def test_what_cannot_be_scored_is_named(lm, options, words):
     other = dataclasses.replace(lm, config=CFG.replace(vocab_size=300))
     with pytest.raises(jl.JaxLlamaError, match="a vocabulary of 300, the model one of 256"):
         perplexity(lm, TEXT, reference=other)
+    backend = json.loads(lm.tokenizer._backend.to_str())
+    vocab = backend["model"]["vocab"]
+    backend["model"]["vocab"] = dict(zip(vocab, reversed(list(vocab.values())), strict=True))
+    turned = Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(backend)), "turned")
+    with pytest.raises(jl.JaxLlamaError, match="the reference's tokenizer gives other tokens"):
+        perplexity(lm, TEXT, reference=dataclasses.replace(lm, tokenizer=turned))
 
 
 @pytest.mark.slow
@@ -188,6 +195,8 @@ def test_table_json_and_picture(lm, quantized, tmp_path):
     assert "prose" in text and "±" in text and "worst predictions" in text
     reports.write(report, tmp_path / "r.json")
     assert json.loads((tmp_path / "r.json").read_text())["kinds"] == report["kinds"]
+    reports.write({"kl_se": math.nan, "kl": (1.0, math.inf)}, tmp_path / "n.json")
+    assert json.loads((tmp_path / "n.json").read_text()) == {"kl_se": None, "kl": [1.0, None]}
     reports.write(report, tmp_path / "r.png")
     assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
 

@@ -12,6 +12,7 @@ from jaxllama.executors.resident import Resident
 from jaxllama.language_model import LanguageModel
 from jaxllama.offload.policy import Policy
 from jaxllama.placement import Placement
+from jaxllama.text.tokenizer import Tokenizer
 from tests.helpers.models import LLAMA
 from tests.helpers.seeded import seeded_params
 
@@ -43,6 +44,8 @@ def test_provenance_has_what_a_score_depends_on():
     fixed = dataclasses.replace(lm, deterministic=True)
     assert provenance(fixed)["digest"] != found["digest"]
     assert provenance(fixed)["weights"] == found["weights"]
+    reads = dataclasses.replace(lm, tokenizer=Tokenizer.byte_level())
+    assert provenance(reads)["digest"] != found["digest"]
 
 
 def test_the_digest_is_of_all_that_changes_a_score(tmp_path):

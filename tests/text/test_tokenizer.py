@@ -586,6 +586,11 @@ def test_from_file(tokenizer: Tokenizer, tmp_path: Path) -> None:
         assert saved.encode(text) == tokenizer.encode(text)
     (folder / "chat_template.jinja").write_text("from the file", encoding="utf-8")
     assert Tokenizer.from_file(folder).apply_chat_template([]) == "from the file"
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("tools' own file")
+    again = Tokenizer.from_file(folder)
+    assert again.apply_chat_template([], tools=[{}]) == "tools' own file"
+    assert again.apply_chat_template([]) == "from the file"
 
 
 def test_named_templates_are_saved(tokenizer: Tokenizer, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from jaxllama.executors.executor import Call
 from jaxllama.language_model import LanguageModel
 from jaxllama.model.eagle3 import Drafter
 from jaxllama.progress import Working
-from jaxllama.text.rows import pad_rows, shapes_of
+from jaxllama.text.rows import check_rows, pad_rows, shapes_of
 from jaxllama.typing import JsonObject
 
 
@@ -52,6 +52,7 @@ def run(
     path = configs_dir() / "texts" / "drafts.jsonl"
     given = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     rows = [lm.tokenizer.encode(prompt["prompt"]) for prompt in given]
+    check_rows(lm.config, lm.tokenizer, rows, new_tokens, ())
     width, capacity, room = shapes_of(rows, new_tokens)
     sampling = SamplingParams.stack([Sampling()], lm.config.vocab_size)
     stop_ids = jnp.asarray(lm.config.eos_token_ids, jnp.int32)

@@ -27,6 +27,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxllama.errors import JaxLlamaError
+from jaxllama.files import short
 from jaxllama.typing import JsonObject
 
 if TYPE_CHECKING:
@@ -38,11 +39,21 @@ _FUNCTION_KEYS = ("name", "description", "parameters")
 _TEXT_PARTS = (None, "text", "input_text", "output_text")
 
 
+def check_messages(messages: Messages) -> None:
+    """Raise JaxLlamaError unless these are objects with a role."""
+    is_list = isinstance(messages, Sequence) and not isinstance(messages, str)
+    if not is_list or not all(isinstance(m, Mapping) and "role" in m for m in messages):
+        raise JaxLlamaError(
+            f'messages = {short(messages)}: expected a list of {{"role": ..., "content": ...}}'
+        )
+
+
 def normalized(messages: Messages, template: ChatTemplate) -> list[JsonObject]:
     """Return new messages; the module docstring says how they differ.
 
     Raises JaxLlamaError that names what no template can show.
     """
+    check_messages(messages)
     found: list[JsonObject] = []
     names: dict[str, str] = {}  # of the called functions, by the call's id
     for message in messages:

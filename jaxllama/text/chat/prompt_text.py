@@ -32,6 +32,12 @@ import tokenizers
 
 from jaxllama.errors import JaxLlamaError
 
+# What templates ask for by name: of the API, not of a user's text, also where a marker spells it.
+_WORDS = frozenset(
+    "role content type text name description id index function arguments parameters properties "
+    "required items enum tool_calls tool_call_id reasoning reasoning_content thinking system user "
+    "assistant tool developer object string number integer boolean array null".split()
+)
 # Noncharacters of Unicode, and the characters of private use.
 MARKS = range(0xFDD0, 0xFDF0), range(0xE000, 0xF900), range(0xF0000, 0x10FFFE)
 
@@ -92,12 +98,17 @@ class Spellings:
         return any(map(self.starts, texts_in(value)))
 
     def guard(self, value: Any, mark: str) -> Any:
-        """Nested lists and objects with every text guarded, keys included."""
+        """Nested lists and objects with every text guarded, keys included, but for ``_WORDS``."""
         if isinstance(value, str):
             cuts = [0, *(start + 1 for start in sorted(self.starts(value))), len(value)]
             return mark.join(value[begin:end] for begin, end in itertools.pairwise(cuts))
         if isinstance(value, Mapping):
-            return {self.guard(key, mark): self.guard(item, mark) for key, item in value.items()}
+            return {
+                key if key in _WORDS else self.guard(key, mark): item
+                if key in ("role", "type") and isinstance(item, str) and item in _WORDS
+                else self.guard(item, mark)
+                for key, item in value.items()
+            }
         if isinstance(value, (list, tuple)):
             return [self.guard(item, mark) for item in value]
         return value

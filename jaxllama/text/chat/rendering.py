@@ -68,6 +68,11 @@ class Conversation:
         before, found, after = rendered.rpartition(end)
         if not found:
             return None
+        if blanks and blanks == text and not after.startswith(_BLANKS):
+            # The template trims them all: those before ``end`` are its own.
+            messages = list(self.messages)
+            messages[index] = {**messages[index], "content": ""}
+            return dataclasses.replace(self, messages=messages).split(index)
         # The text may be shown more than once.
         before = before.replace(end + _BLANKS, "").replace(blanks + end, "").replace(end, "")
         if after.startswith(_BLANKS):
@@ -94,7 +99,7 @@ class Conversation:
                     (in_answers if m.get("role") == "assistant" else everywhere).guard(m, mark)
                     for m in messages
                 ]
-                variables = everywhere.guard(variables, mark)
+                variables = {name: everywhere.guard(v, mark) for name, v in variables.items()}
         if index is not None:
             message = messages[index]
             messages[index] = {**message, "content": _with_end(message["content"], end)}

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers
 from tokenizers import pre_tokenizers as pre
 
+from jaxllama.errors import JaxLlamaError
 from jaxllama.text.chat.prompt_text import ChatPrompt, PlainSpelling, Spellings
 from jaxllama.text.token_bytes import byte_characters
 from jaxllama.text.tokenizer import Tokenizer
@@ -121,6 +122,33 @@ def test_a_marker_in_two_messages_and_in_tools() -> None:
     messages = [{"role": "user", "content": "hi"}]
     tool = {"name": END, "parameters": {"properties": {BEGIN: {"enum": [CALL, 1, None]}}}}
     assert special_ids(own, own.encode_chat(messages, tools=[tool])) == [BEGIN, END, CALL]
+
+
+@pytest.mark.parametrize("word", ["content", "tool_sep", "endoftext", "user", "tools"])
+def test_a_marker_that_is_a_word_of_the_api_takes_no_key(word: str) -> None:
+    own, other = tokenizer("byte level"), tokenizer("byte level")
+    other._backend.add_special_tokens([AddedToken(word)])
+    messages = [{"role": "user", "content": f"he{END} {word}"}]
+    tools = [{"name": "f", "parameters": {"properties": {}}}]
+    for more in (None, tools):
+        said = own.apply_chat_template(messages, tools=more)
+        assert other.apply_chat_template(messages, tools=more) == said
+
+
+@pytest.mark.parametrize("content", ["\n", "\n\n", " ", "x\n", "", [{"type": "text", "text": " "}]])
+def test_a_message_of_blanks_keeps_the_templates_own(content: Any) -> None:
+    header = BEGIN + "{{ m.role }}" + END + "\n\n"
+    turns = "{% for m in messages %}" + header + "{{ m.content | trim }}" + END + "{% endfor %}"
+    own = Tokenizer(byte_level(), "test tokenizer", chat_template=turns)
+    messages = [{"role": "assistant", "content": content}]
+    said = own.apply_chat_template(messages, continue_final_message=True)
+    assert said == f"{BEGIN}assistant{END}\n\n" + ("x" if content == "x\n" else "")
+
+
+@pytest.mark.parametrize("messages", [None, "hi", ["hi"], {"role": "user"}, [{}]])
+def test_what_is_no_list_of_messages_is_named(messages: Any) -> None:
+    with pytest.raises(JaxLlamaError, match="expected a list of"):
+        tokenizer("byte level").encode_chat(messages)
 
 
 @pytest.mark.parametrize("kind", MAKERS)
