@@ -172,8 +172,7 @@ def prefill(
     """
     check_prompts(cfg, tokens, lengths)
     _check_cache(cfg, cache, tokens.shape[0])
-    if chunk is not None and chunk < 1:
-        raise JaxLlamaError(f"chunk = {chunk}: must be at least 1")
+    _check_chunk(chunk)
     check_room(cache, tokens.shape[1], "tokens")
     tokens, lengths = int32_ids(tokens, lengths)
     possible = possible_rows(cfg, tokens, lengths)
@@ -443,9 +442,12 @@ def generate(
         _check_values(cfg, np.asarray(tokens), np.asarray(lengths), max_new_tokens)
     width = tokens.shape[1]
     check_room(cache, width + max_new_tokens - 1, f"tokens ({width} + {max_new_tokens} new - 1)")
+    _check_chunk(chunk)
     if not isinstance(sampling, SamplingParams):
         given = sampling_rows(sampling, tokens.shape[0])
         sampling = SamplingParams.stack(given, cfg.vocab_size, key)
+    elif (n := sampling.temperature.shape[0]) != tokens.shape[0]:
+        raise JaxLlamaError(f"sampling: {n} entries for {tokens.shape[0]} prompts")
     stops = cfg.eos_token_ids if stop_tokens is None else stop_tokens
     stop_ids = jax.device_put(np.asarray(tuple(stops), np.int32))  # jnp would compile a program
     rows = start(
@@ -460,6 +462,11 @@ def generate(
     posted = posting(cfg, params, rows.written.shape[1])
     rows, _ = loop_for(cfg, params)(cfg, posted, rows, sampling, stop_ids, max_new_tokens)
     return rows
+
+
+def _check_chunk(chunk: int | None) -> None:
+    if chunk is not None and chunk < 1:
+        raise JaxLlamaError(f"chunk = {chunk}: must be at least 1")
 
 
 def _is_on_host(x: object) -> bool:

@@ -76,6 +76,7 @@ def test_a_call_takes_about_as_long_as_a_reader_waits(step_seconds, calls, monke
     clock = [0.0]
     monkeypatch.setattr(batches.time, "perf_counter", lambda: clock[0])
     pieces, found, before = batches._Pieces(1000, is_read=True, gain=None), [], 1
+    pieces.arrived(np.array([before]), np.array([False]))  # of the prompt
     for _ in calls:
         until, _ = pieces.next(np.array([before]))
         clock[0] += step_seconds * (until - before) * 1.001
@@ -83,6 +84,11 @@ def test_a_call_takes_about_as_long_as_a_reader_waits(step_seconds, calls, monke
         found.append(until)
         before = until
     assert found == calls
+    took = pieces._step_seconds
+    pieces.next(np.array([before]))
+    clock[0] += took / 100
+    pieces.arrived(np.array([before]), np.array([False]))  # correct drafts had written all
+    assert pieces._step_seconds == took
     whole = batches._Pieces(1000, is_read=False, gain=None)
     assert whole.next(np.array([1])) == (1000, DRAFT)
 

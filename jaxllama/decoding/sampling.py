@@ -189,7 +189,11 @@ def _bias_pairs(
     for token, value in pairs.items():
         if whole("logit_bias: token id", token) < 0:
             raise JaxLlamaError(f"logit_bias: token id = {token!r}: must not be negative")
-        if not isinstance(value, numbers.Real) or math.isnan(value) or value == math.inf:
+        try:
+            is_number = isinstance(value, numbers.Real) and float(value) < math.inf
+        except OverflowError:  # an int that no float holds
+            is_number = False
+        if not is_number:
             raise JaxLlamaError(f"logit_bias[{token}] = {value!r}: must be a number or -inf")
     return tuple((int(token), float(value)) for token, value in pairs.items()) or None
 

@@ -228,7 +228,7 @@ class _Pieces:
     def __init__(self, limit: int, is_read: bool, gain: Gain | None) -> None:
         self._limit, self._is_read, self._gain = limit, is_read, gain
         self._steps = 2 if is_read else limit
-        self._running: list[tuple[int, int, float]] = []  # steps, how, time of the call
+        self._running: list[tuple[int, float]] = []  # how, time of the call
         self._arrived = 0.0
         self._step_seconds = math.inf
         self._before, self._open = np.zeros(0, int), np.zeros(0, bool)
@@ -249,19 +249,20 @@ class _Pieces:
             steps = steps if self._gain.is_known else min(steps, MEASURED_STEPS)
         # After a correct draft a row has more tokens than the call requested.
         self.until = min(max(self.until, int(counts.min())) + steps, self._limit)
-        self._running.append((steps, how, time.perf_counter()))
+        self._running.append((how, time.perf_counter()))
         return self.until, how
 
     def arrived(self, counts: np.ndarray, done: np.ndarray) -> None:
         """Record that the tokens of the oldest call have arrived; of its rows."""
         now = time.perf_counter()
         if self._running:
-            steps, how, asked = self._running.pop(0)
+            how, asked = self._running.pop(0)
             seconds = now - max(asked, self._arrived)
-            self._step_seconds = min(self._step_seconds, seconds / steps)
             new = (counts - self._before)[self._open]
-            if self._gain is not None and new.size:
-                self._gain.took(how, float(new.mean()) / seconds)
+            if new.any():  # correct drafts may have written all before the call began
+                self._step_seconds = min(self._step_seconds, seconds / int(new.max()))
+                if self._gain is not None:
+                    self._gain.took(how, float(new.mean()) / seconds)
         self._arrived, self._before, self._open = now, counts, ~done & (counts < self._limit)
 
 

@@ -405,7 +405,7 @@ BAD = {
     "repetition_penalty": (0.0, -1.0),
     "frequency_penalty": (2.1,),
     "presence_penalty": (-5.0,),
-    "logit_bias": (3, {-1: 1.0}, {"a": 1.0}, {1: float("nan")}, {1: float("inf")}),
+    "logit_bias": (3, {-1: 1.0}, {"a": 1.0}, {1: float("nan")}, {1: float("inf")}, {1: 10**400}),
     "seed": (1.5, 2**64),
 }
 

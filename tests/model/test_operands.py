@@ -120,6 +120,16 @@ def test_operands_of_another_type_or_shape_are_named(params, name, case):
             "sampling: 1 entries for 2 prompts",
         ),
         (
+            lambda p, c: jl.generate(
+                CFG, p, TOKENS, FULL, c, SamplingParams.stack([jl.Sampling()], CFG.vocab_size), 0, 2
+            ),
+            "sampling: 1 entries for 2 prompts",
+        ),
+        (
+            lambda p, c: jl.generate(CFG, p, TOKENS, FULL, c, jl.Sampling(), 0, 2, chunk=0),
+            "chunk = 0: must be at least 1",
+        ),
+        (
             lambda p, c: jl.generate(CFG, p, TOKENS, FULL, c, jl.Sampling(), 0, 12),
             "row 0: 5 tokens and 12 new ones exceed the context of tiny, 16",
         ),
