@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import io
 import json
 import math
@@ -38,6 +39,7 @@ INDEX = 64 << 20  # of 500,000 tensors
 TOKENIZER = 256 << 20
 
 DEPTH = 64  # of nested JSON
+DIGEST = 16  # hexadecimal digits of a digest
 _DIGITS = 40  # of an integer in JSON
 SHOWN = 80  # characters of a value in a message
 
@@ -179,6 +181,11 @@ def parse_json(raw: bytes, what: str) -> object:
         raise JaxLlamaError(f"{what}: not JSON: {one_line(error)}") from None
     _check_depth(value, what)
     return value
+
+
+def text_digest(text: str) -> str:
+    """Return the first ``DIGEST`` hexadecimal digits of a text's SHA-256."""
+    return hashlib.sha256(text.encode()).hexdigest()[:DIGEST]
 
 
 def json_text(value: object, indent: int | None = None) -> str:

@@ -172,7 +172,7 @@ def prefill(
     """
     check_prompts(cfg, tokens, lengths)
     _check_cache(cfg, cache, tokens.shape[0])
-    _check_chunk(chunk)
+    check_chunk(chunk)
     check_room(cache, tokens.shape[1], "tokens")
     tokens, lengths = int32_ids(tokens, lengths)
     possible = possible_rows(cfg, tokens, lengths)
@@ -442,7 +442,7 @@ def generate(
         _check_values(cfg, np.asarray(tokens), np.asarray(lengths), max_new_tokens)
     width = tokens.shape[1]
     check_room(cache, width + max_new_tokens - 1, f"tokens ({width} + {max_new_tokens} new - 1)")
-    _check_chunk(chunk)
+    check_chunk(chunk)
     if not isinstance(sampling, SamplingParams):
         given = sampling_rows(sampling, tokens.shape[0])
         sampling = SamplingParams.stack(given, cfg.vocab_size, key)
@@ -464,7 +464,8 @@ def generate(
     return rows
 
 
-def _check_chunk(chunk: int | None) -> None:
+def check_chunk(chunk: int | None) -> None:
+    """Raise JaxLlamaError for a number of tokens a piece that is not positive."""
     if chunk is not None and chunk < 1:
         raise JaxLlamaError(f"chunk = {chunk}: must be at least 1")
 

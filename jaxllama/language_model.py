@@ -29,7 +29,7 @@ from jaxllama.executors import resident
 from jaxllama.executors.batches import GenerateCall, OnPrompt, Steps, generations
 from jaxllama.executors.drafting import draft_source
 from jaxllama.executors.executor import DraftSource, Executor, KeptCalls
-from jaxllama.generation import check_prompts
+from jaxllama.generation import check_chunk, check_prompts
 from jaxllama.kept import KeptPrograms, signature
 from jaxllama.model.eagle3 import Drafter
 from jaxllama.model.layout import as_stored
@@ -420,8 +420,7 @@ class LanguageModel:
         """Check the arguments of ``generate`` now, and return an iterator that does its work."""
         max_new_tokens = whole("max_new_tokens", max_new_tokens)
         chunk = None if chunk is None else whole("chunk", chunk)
-        if chunk is not None and chunk < 1:
-            raise JaxLlamaError(f"chunk = {chunk}: must be at least 1")
+        check_chunk(chunk)
         stops = stops_of(stop)
         check_rows(self.config, self.tokenizer, rows, max_new_tokens, stops)
         numbers = self._numbers(adapter, len(rows))

@@ -79,7 +79,8 @@ def run(args: argparse.Namespace) -> None:
         return _replay(args)
     from jaxllama.evaluation import damage
     from jaxllama.evaluation.perplexity import BATCH, perplexity, window_and_stride
-    from jaxllama.evaluation.provenance import provenance, text_digest
+    from jaxllama.evaluation.provenance import provenance
+    from jaxllama.files import text_digest
 
     files = [args.text] if args.texts is None else sorted(args.texts.glob("*.txt"))
     texts = {path.stem: common.read_text(path) for path in files}

@@ -52,6 +52,11 @@ class EngineStats:
     tier_lost: int = 0
     programs_missing: int = 0
 
+    @property
+    def cache_share(self) -> float:
+        """Share of the cache in use; 0 where no engine runs."""
+        return self.cache_tokens / self.cache_capacity if self.cache_capacity else 0.0
+
 
 def count(
     scheduler: AnyScheduler,

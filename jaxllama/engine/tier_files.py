@@ -41,7 +41,7 @@ STALE = 3600.0  # age in seconds of an incomplete file whose writer counts as de
 _HEADER = struct.Struct("<8sQI44x")  # mark, bytes, CRC-32; 64 bytes
 _MARK = b"jlpage1\n"
 _SUFFIX = ".page"
-_PART = re.compile(r"\.[0-9a-f]{32}")  # an incomplete file; others with a dot are a user's
+_PART = re.compile(r"\.[0-9a-f]{32}")  # a ``_part_name``; other dot files are a user's
 _OF_THE_PROCESS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # errors that say nothing of a file
 _log = logging.getLogger("jaxllama.serving")
 
@@ -61,7 +61,7 @@ class TierFiles:
         self._looked = self._paused = -float("inf")
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with open(self._path(f".{uuid.uuid4().hex}"), "xb") as file:
+            with open(self._path(_part_name()), "xb") as file:
                 os.unlink(file.name)
             self._look()
             disk = os.statvfs(self.folder)
@@ -131,15 +131,15 @@ class TierFiles:
                 return False
             self._coming += size
         try:
-            return self._write(name, data)
+            return self._put(name, size, data)
         finally:
             with self._lock:
                 self._coming -= size
 
-    def _write(self, name: str, data: np.ndarray) -> bool:
+    def _put(self, name: str, size: int, data: np.ndarray) -> bool:
         self._make_room()
         path = self._path(name)
-        part = path.with_name(f".{uuid.uuid4().hex}")
+        part = path.with_name(_part_name())
         try:
             path.parent.mkdir(mode=0o700, exist_ok=True)
             _write(part, data)
@@ -155,7 +155,7 @@ class TierFiles:
                 PAUSE,
             )
             return False
-        self._add(name, _HEADER.size + data.nbytes)
+        self._add(name, size)
         return True
 
     def path(self, key: bytes) -> Path:
@@ -210,6 +210,11 @@ class TierFiles:
             known |= {name: size for name, size in self._sizes.items() if name not in before}
             self._sizes = collections.OrderedDict(known)
             self.nbytes = sum(self._sizes.values())
+
+
+def _part_name() -> str:
+    """Return a name for an incomplete file."""
+    return f".{uuid.uuid4().hex}"
 
 
 def _entries(folder: Path) -> Iterator[os.DirEntry[str]]:

@@ -38,7 +38,7 @@ from jaxllama.checkpoints import hub
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
 from jaxllama.executors.offloaded.executor import kv_dtype_of, offloaded
-from jaxllama.files import write_text
+from jaxllama.files import text_digest, write_text
 from jaxllama.language_model import LanguageModel
 from jaxllama.loading import (
     default_dtype,
@@ -275,7 +275,7 @@ def use_on(
     if width < 2:
         raise JaxLlamaError(f"{text}: too short to measure the use of experts")
     rows = tokens[: len(tokens) // width * width].reshape(-1, width)
-    name = hashlib.sha256(repr((lm.config, words[: 16 * most], scheme)).encode()).hexdigest()[:16]
+    name = text_digest(repr((lm.config, words[: 16 * most], scheme)))
     path = hub.cache_dir() / "offload" / f"expert-use-{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     measured_use(lm, rows).save(path)
@@ -308,7 +308,7 @@ def measured_file(cfg: ModelConfig, policy: Policy, task: Task, settings: Planne
     words += (jax.devices()[0].device_kind, os.cpu_count(), jax.__version__, LONG)
     if policy.expert_use:
         words += (hashlib.sha256(Path(policy.expert_use).read_bytes()).hexdigest(),)
-    name = hashlib.sha256(repr(words).encode()).hexdigest()[:16]
+    name = text_digest(repr(words))
     folder = hub.cache_dir() / "offload"
     folder.mkdir(parents=True, exist_ok=True)
     return folder / f"measured-{name}.json"

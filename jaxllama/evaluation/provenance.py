@@ -3,8 +3,9 @@
     provenance(lm, kv_dtype, **options) -> {"digest", "weights", "config", "bits", "dtype", ...}
 
 ``digest`` sums up the other fields. Two runs with one digest had the same weights, bit by bit, in
-the same layout and place. They also had the same cache, configuration, options, versions and kind
-of device. Left out: the weights of a model on several hosts, whose ``weights`` is None.
+the same layout and place. They also had the same cache, configuration, tokenizer, options,
+versions and kind of device. Left out: the weights of a model on several hosts, whose ``weights`` is
+None.
 """
 
 from __future__ import annotations
@@ -19,11 +20,10 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jaxllama.evaluation.doctor import PACKAGES, bytes_by_dtype, package_version
+from jaxllama.files import DIGEST, text_digest
 from jaxllama.language_model import LanguageModel
 from jaxllama.model.cache import cache_dtype_name
 from jaxllama.typing import ArrayOrNumpy, JsonObject
-
-LENGTH = 16  # hexadecimal digits of a digest
 
 
 def provenance(
@@ -76,9 +76,4 @@ def weights_digest(leaves: Iterable[tuple[str, ArrayOrNumpy]]) -> str | None:
         values = np.ascontiguousarray(np.asarray(leaf))
         total.update(f"{path} {values.dtype} {values.shape}\0".encode())
         total.update(values.reshape(-1).view(np.uint8).data)
-    return total.hexdigest()[:LENGTH]
-
-
-def text_digest(text: str) -> str:
-    """Return a digest of a text."""
-    return hashlib.sha256(text.encode()).hexdigest()[:LENGTH]
+    return total.hexdigest()[:DIGEST]

@@ -27,7 +27,7 @@ from typing import Any, Self
 from jaxllama.engine.journal import Journal
 from jaxllama.errors import JaxLlamaError
 from jaxllama.evaluation.provenance import provenance
-from jaxllama.files import SETTINGS, read_json, write_text
+from jaxllama.files import SETTINGS, read_json, text_digest, write_text
 from jaxllama.language_model import LanguageModel
 from jaxllama.loading import load
 from jaxllama.serving.http.batch import post
@@ -75,7 +75,7 @@ class LocalModel:
         del facts["digest"]  # it leaves out the engine's promise
         self.origin: JsonObject = {**facts, "engine_deterministic": deterministic}
         origin = json.dumps(self.origin, sort_keys=True)
-        self.digest = hashlib.sha256(origin.encode()).hexdigest()[:16]
+        self.digest = text_digest(origin)
         self._answers: list[bytes] = []
         if state is not None:
             self._check_state(Path(state))

@@ -41,7 +41,6 @@ import contextlib
 import dataclasses
 import functools
 import gc
-import hashlib
 import json
 import os
 import statistics
@@ -62,7 +61,7 @@ from jaxllama.executors.offloaded.layer_cache import snapshot_columns
 from jaxllama.executors.offloaded.programs import embed_tokens, head_logits
 from jaxllama.executors.offloaded.room import cache_shapes, hidden_bytes
 from jaxllama.executors.offloaded.run import OffloadRun
-from jaxllama.files import write_text
+from jaxllama.files import text_digest, write_text
 from jaxllama.language_model import LanguageModel
 from jaxllama.model.records import Hidden
 from jaxllama.offload.policy import Policy
@@ -270,7 +269,7 @@ def _path(cfg: ModelConfig, *settings: object) -> Path:
     fields = [field.name for record in records for field in dataclasses.fields(record)]
     machine = device, os.cpu_count(), _last_cache()
     words = [repr((cfg, machine)), jax.__version__, *fields, str(KINDS), *map(str, settings)]
-    name = hashlib.sha256("|".join(words).encode()).hexdigest()[:16]
+    name = text_digest("|".join(words))
     return hub.cache_dir() / "offload" / f"calibration-{name}.json"
 
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import json
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -37,6 +36,7 @@ from jaxllama.files import (
     read,
     read_json,
     read_text,
+    text_digest,
 )
 from jaxllama.text.chat.prompt_text import ChatPrompt, Markers, PlainSpelling, Spellings
 from jaxllama.text.growth import check_growth, check_markers
@@ -291,8 +291,7 @@ class Tokenizer:
     @property
     def digest(self) -> str:
         """Of the tokens, of how texts become tokens, and of the chat templates."""
-        text = self._backend.to_str() + json.dumps(self._templates, sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        return text_digest(self._backend.to_str() + json.dumps(self._templates, sort_keys=True))
 
     def token(self, token_id: int) -> str | None:
         """Return the token's spelling in the vocabulary."""

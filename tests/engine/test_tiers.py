@@ -219,6 +219,8 @@ def test_a_request_that_is_cancelled_takes_its_pages_along(tmp_path):
             pass
         assert events[-1].finish_reason == "cancelled" and not eng.scheduler.loading
     forget_device(eng)
+    assert ask(eng, family="hybrid") == (first, 64)
+    forget_device(eng)
     events = []
     eng.submit(Request("gone", LONG, 5), lambda event: None)
     eng.submit(Request("waits", LONG, 5), events.append)

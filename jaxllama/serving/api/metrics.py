@@ -184,11 +184,10 @@ class _EngineCollector:
         stats = self._engine.stats()
         for key, (name, text) in _GAUGES.items():
             yield GaugeMetricFamily(f"jaxllama_{name}", text, value=getattr(stats, key))
-        share = stats.cache_tokens / stats.cache_capacity if stats.cache_capacity else 0.0
         for name, text, value in (
             ("requests_active", "Requests with a slot", stats.prefilling + stats.running),
             ("requests_swapped", "Requests in the host's memory: none", 0),
-            ("cache_share", "Share of the cache in use", share),
+            ("cache_share", "Share of the cache in use", stats.cache_share),
         ):
             yield GaugeMetricFamily(f"jaxllama_{name}", text, value=value)
         text = "Tokens of prompts that were looked up in the prefix cache"

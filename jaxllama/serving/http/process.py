@@ -467,7 +467,7 @@ async def report(engine: HasStats) -> None:
             "output_tokens_per_s": round(written / seconds, 1),
             "running": stats.running,
             "waiting": stats.waiting,
-            "cache_share": round(stats.cache_tokens / max(stats.cache_capacity, 1), 3),
+            "cache_share": round(stats.cache_share, 3),
             "prefix_hit_share": round(found / read, 3) if read else 0.0,
         }
         _log.info("throughput", extra={"fields": fields})

@@ -103,12 +103,12 @@ class Spellings:
             cuts = [0, *(start + 1 for start in sorted(self.starts(value))), len(value)]
             return mark.join(value[begin:end] for begin, end in itertools.pairwise(cuts))
         if isinstance(value, Mapping):
-            return {
-                key if key in _WORDS else self.guard(key, mark): item
-                if key in ("role", "type") and isinstance(item, str) and item in _WORDS
-                else self.guard(item, mark)
-                for key, item in value.items()
-            }
+            guarded = {}
+            for key, item in value.items():
+                is_kind = key in ("role", "type") and isinstance(item, str) and item in _WORDS
+                name = key if key in _WORDS else self.guard(key, mark)
+                guarded[name] = item if is_kind else self.guard(item, mark)
+            return guarded
         if isinstance(value, (list, tuple)):
             return [self.guard(item, mark) for item in value]
         return value

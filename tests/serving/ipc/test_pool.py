@@ -208,10 +208,8 @@ def test_a_submission_returns_though_its_client_leaves_at_once(cut):
     """Otherwise each such client keeps one of the hub's threads."""
     with Server(cut=cut) as server, server.fake.held(2):
         pool = server.engine
-        events, flight = (
-            list[Event](),
-            pooled.Flight(Request("a", (1,), 9), lambda e: events.append(e)),
-        )
+        events = list[Event]()
+        flight = pooled.Flight(Request("a", (1,), 9), events.append)
 
         def submit_and_end() -> None:
             pool._begin(flight)
